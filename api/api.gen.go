@@ -1274,8 +1274,11 @@ type CreateWorkspaceRequest struct {
 
 	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
 	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
-	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
-	// gives the workspace all of its time again. A suspended workspace has no end.
+	// quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+	// then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+	// pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+	// If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+	// workspace gets all of its time again.
 	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// Resources Absent fields get the server's defaults (1 vCPU, 512 MiB, 1 GiB).
@@ -1683,8 +1686,11 @@ type ForkCheckpointRequest struct {
 
 	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
 	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
-	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
-	// gives the workspace all of its time again. A suspended workspace has no end.
+	// quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+	// then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+	// pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+	// If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+	// workspace gets all of its time again.
 	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// Spread Distribute the children evenly over all runners that can take them, instead of placing them where the checkpoint is. It must be sealed.
@@ -1756,8 +1762,11 @@ type ForkWorkspaceRequest struct {
 
 	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
 	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
-	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
-	// gives the workspace all of its time again. A suspended workspace has no end.
+	// quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+	// then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+	// pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+	// If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+	// workspace gets all of its time again.
 	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
@@ -1987,8 +1996,11 @@ type OnIdle string
 
 // OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
 // needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
-// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
-// gives the workspace all of its time again. A suspended workspace has no end.
+// quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+// then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+// pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+// If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+// workspace gets all of its time again.
 type OnTTL string
 
 // Operation defines model for Operation.
@@ -2100,8 +2112,11 @@ type PatchWorkspaceRequest struct {
 
 	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
 	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
-	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
-	// gives the workspace all of its time again. A suspended workspace has no end.
+	// quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+	// then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+	// pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+	// If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+	// workspace gets all of its time again.
 	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 removes the expiry.
@@ -2497,8 +2512,11 @@ type RestoreCheckpointRequest struct {
 
 	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
 	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
-	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
-	// gives the workspace all of its time again. A suspended workspace has no end.
+	// quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+	// then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+	// pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+	// If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+	// workspace gets all of its time again.
 	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
@@ -2995,8 +3013,11 @@ type Workspace struct {
 
 	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
 	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
-	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
-	// gives the workspace all of its time again. A suspended workspace has no end.
+	// quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+	// then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+	// pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+	// If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+	// workspace gets all of its time again.
 	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// ParentCheckpointID The checkpoint that it was forked from; for a created workspace, the image's template.

@@ -62,10 +62,8 @@ func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 }
 
 func newGuests(c *Controller) *guestclient.Client {
-	return guestclient.New(guestclient.Config{
-		Guest:   func(endpoint string, s core.SandboxID) http.RoundTripper { return c.runners.Guest(endpoint, s) },
-		Timeout: c.cfg.GuestCall,
-	})
+	guest := func(endpoint string, s core.SandboxID) http.RoundTripper { return c.runners.Guest(endpoint, s) }
+	return guestclient.New(guestclient.Config{Guest: guest, Timeout: c.cfg.GuestCall})
 }
 
 // makeParts makes the packages whose use cases are those of the controller.

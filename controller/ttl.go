@@ -8,16 +8,20 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// How many workspaces a round suspends, and how many at the same time.
+// How many workspaces a round suspends, how many of them are of one project, and how many are suspended at the same time.
 const (
 	overdueBatch       = 64
+	overdueOfProject   = 8
 	overdueConcurrency = 8
 )
 
 // TTLTx has the statements for workspaces that are suspended at the end of their time.
 type TTLTx interface {
-	// OverdueWorkspaces returns ready workspaces that are to be suspended because their time is up; of those ids alone if there are any.
-	OverdueWorkspaces(ctx context.Context, ids []core.WorkspaceID, limit int) ([]Workspace, error)
+	// ClaimOverdue returns ready workspaces that are to be suspended because their time is up, at most each of one project. Each is due
+	// again after a pause of a minute, which doubles with each try up to an hour. A change of its time ends the pause.
+	ClaimOverdue(ctx context.Context, each, limit int) ([]Workspace, error)
+	// Overdue reports whether a ready workspace is to be suspended because its time is up. Pauses do not count.
+	Overdue(ctx context.Context, id core.WorkspaceID) (bool, error)
 	// RenewTTL gives a workspace that is suspended at the end of its time all of its time again.
 	RenewTTL(ctx context.Context, id core.WorkspaceID) error
 }
@@ -42,9 +46,9 @@ func mayChangeTTL(ctx context.Context, w Workspace, p WorkspacePatch) error {
 }
 
 // suspendOverdue suspends workspaces whose time is up and that ask for it. A suspension obeys the quotas of its project, as any other
-// does. One that fails leaves the workspace running; it is tried again in the next round.
+// does. One that fails leaves the workspace running; it is tried again after a pause.
 func (c *Controller) suspendOverdue(ctx context.Context) error {
-	due, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.OverdueWorkspaces(ctx, nil, overdueBatch) })
+	due, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.ClaimOverdue(ctx, overdueOfProject, overdueBatch) })
 	if err != nil {
 		return err
 	}
@@ -67,11 +71,10 @@ func (c *Controller) suspendOverdue(ctx context.Context) error {
 
 func (c *Controller) suspendAtTTL(ctx context.Context, w Workspace) error {
 	stillDue := func(ctx context.Context, tx Tx) error {
-		list, err := tx.OverdueWorkspaces(ctx, []core.WorkspaceID{w.ID}, 1)
-		if err == nil && len(list) == 0 {
-			err = core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was given more time", w.ID)
+		if due, err := tx.Overdue(ctx, w.ID); err != nil || due {
+			return err
 		}
-		return err
+		return core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was given more time", w.ID)
 	}
 	_, err := c.beginCapture(ctx, w.ProjectID, w.ID, suspension(stillDue))
 	return err

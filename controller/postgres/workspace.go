@@ -253,14 +253,6 @@ func (t *tx) HeadWorkspaces(ctx context.Context, heads []core.CheckpointID) ([]c
 		WHERE w.checkpoint_id = ANY(@heads::text[]) AND w.ended_at IS NULL ORDER BY w.id`, args{"heads": texts(heads)})
 }
 
-// ExpiredWorkspaces lists what is too old, of all projects when the scope is the system's.
-func (t *tx) ExpiredWorkspaces(ctx context.Context, limit int) ([]controller.Workspace, error) {
-	return t.workspaces(ctx, `
-		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
-		WHERE w.expires_at <= now() AND w.ended_at IS NULL AND w.on_ttl = 'terminate' AND w.state = ANY(@from::text[]) ORDER BY w.expires_at LIMIT @limit`,
-		args{"limit": limit, "from": texts(core.WorkspaceTerminating.Sources())})
-}
-
 // OrphanedTerminations lists what is half terminated and nobody works on any more.
 func (t *tx) OrphanedTerminations(ctx context.Context, limit int) ([]controller.Workspace, error) {
 	return t.workspaces(ctx, `
@@ -555,11 +547,15 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 	list, err := t.workspaces(ctx, `
 		WITH w AS (
 			UPDATE workspaces SET version = version + 1, labels = (labels - @drop::text[]) || @set::jsonb,
-				expires_at = CASE WHEN @ttl::float8 IS NULL THEN expires_at WHEN @ttl = 0 THEN NULL ELSE now() + make_interval(secs => @ttl) END,
+				expires_at = CASE WHEN @ttl = 0 THEN NULL WHEN @ttl::float8 IS NOT NULL THEN now() + make_interval(secs => @ttl)
+					WHEN @on_ttl::text = 'terminate' AND on_ttl = 'suspend' AND expires_at <= now() THEN now() + coalesce(make_interval(secs => ttl_seconds), expires_at - created_at)
+					ELSE expires_at END,
 				idle_seconds = CASE WHEN @idle::int IS NULL THEN idle_seconds ELSE nullif(@idle, 0) END,
 				on_idle = CASE WHEN coalesce(@idle, idle_seconds, 0) > 0 THEN coalesce(@on_idle::text, on_idle, @default) END,
 				auto_resume = coalesce(@auto_resume, auto_resume), on_ttl = coalesce(@on_ttl, on_ttl),
-				ttl_seconds = CASE WHEN @ttl::float8 IS NULL THEN ttl_seconds ELSE nullif(@ttl, 0)::bigint END
+				ttl_seconds = CASE WHEN @ttl::float8 IS NULL THEN ttl_seconds ELSE nullif(@ttl, 0)::bigint END,
+				suspend_next_at = CASE WHEN @ttl::float8 IS NULL AND @on_ttl::text IS NULL THEN suspend_next_at END,
+				suspend_tries = CASE WHEN @ttl::float8 IS NULL AND @on_ttl::text IS NULL THEN suspend_tries ELSE 0 END
 			WHERE id = @id AND (@version::bigint = 0 OR version = @version) RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,

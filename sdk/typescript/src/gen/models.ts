@@ -56,8 +56,11 @@ export type OnIdle = "suspend" | "terminate";
 /**
  * What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
  * needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
- * quota: while there is none, the workspace goes on and the suspension is tried again. A resume
- * gives the workspace all of its time again. A suspended workspace has no end.
+ * quota. While a suspension fails, the workspace goes on. It is tried again after a minute, and
+ * then after pauses that double up to an hour. A change of `ttl_seconds` or `on_ttl` ends the
+ * pause. A resume gives the workspace all of its time again. A suspended workspace has no end.
+ * If its time has passed and `on_ttl` is changed to `terminate` without `ttl_seconds`, the
+ * workspace gets all of its time again.
  */
 export type OnTTL = "suspend" | "terminate";
 
