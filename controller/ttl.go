@@ -17,8 +17,7 @@ const (
 
 // TTLTx has the statements for workspaces that are suspended at the end of their time.
 type TTLTx interface {
-	// ClaimOverdue returns ready workspaces that are to be suspended because their time is up, at most each of one project. Each is due
-	// again after a pause of a minute, which doubles with each try up to an hour. A change of its time ends the pause.
+	// ClaimOverdue returns ready workspaces to suspend whose time is up, at most each of one project. It is due again after growing pauses.
 	ClaimOverdue(ctx context.Context, each, limit int) ([]Workspace, error)
 	// Overdue reports whether a ready workspace is to be suspended because its time is up. Pauses do not count.
 	Overdue(ctx context.Context, id core.WorkspaceID) (bool, error)
