@@ -187,6 +187,19 @@ def test_a_key_that_the_server_may_have_forgotten(
     assert len(double.requests) == 1
 
 
+@pytest.mark.parametrize("first", [Answer(cut=0), Answer(201, workspace(), cut=10)])
+def test_a_machine_that_sleeps_within_a_pause(
+    double: Double, client: Coppice, monkeypatch: pytest.MonkeyPatch, first: Answer
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("coppice._policy.time.time", lambda: now[0])
+    monkeypatch.setattr("coppice._sync.runtime.sleep", lambda _: now.insert(0, 24 * 3600.0))
+    double.script = [first, Answer(201, workspace())]
+    with pytest.raises(errors.ConnectionFailedError):
+        client.create("base")
+    assert len(double.requests) == 1
+
+
 def test_a_first_try_that_goes_on_for_ever(double: Double, client: Coppice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coppice._policy.SLACK", -client.config.read_timeout)
     double.script = [Answer(200, workspace()), problem(409, "IDEMPOTENCY_IN_PROGRESS")]

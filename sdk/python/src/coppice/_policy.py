@@ -112,7 +112,7 @@ class Retries:
         """The pause before the next try after a lost connection; None: there is none."""
         if sent and not self.call.repeatable:
             return None
-        if self._expired():
+        if self.expired():
             return None
         self.gone = self.gone or time.monotonic()
         if self.left <= 0 and self.call.key and self.call.lost and time.monotonic() - self.gone < self.config.away:
@@ -122,7 +122,7 @@ class Retries:
     def after_answer(self, error: APIError) -> float | None:
         """The same after a refusal."""
         self.gone = 0.0
-        if self.call.content is not None or self._expired():
+        if self.call.content is not None or self.expired():
             return None
         if error.code == "IDEMPOTENCY_IN_PROGRESS" and not error.operation_id and self.call.key:
             # The server has the first try and works on it; that may take as long as the call's timeout.
@@ -141,7 +141,7 @@ class Retries:
             return self._next(error.retry_after or 0)
         return None
 
-    def _expired(self) -> bool:
+    def expired(self) -> bool:
         """Whether the server may have forgotten the call's key, so that it would do a repetition anew."""
         return bool(self.call.key) and time.time() - self.first > KEY_LIFE
 

@@ -71,6 +71,8 @@ class AsyncTransport:
             if pause is None:
                 raise problem
             await runtime.sleep(pause)
+            if retries.expired():  # the machine may have slept, too
+                raise problem
 
     async def _try(self, call: Call) -> httpx.Response:
         import httpx
@@ -118,11 +120,14 @@ class AsyncTransport:
                 return answer.status_code, await read_bounded(answer, limit, what)
             except httpx.HTTPError as err:
                 pause = retries.after_lost(sent=True)
+                problem = lost(what, err)
                 if pause is None:
-                    raise lost(what, err) from err
+                    raise problem from err
             finally:
                 await answer.aclose()
             await runtime.sleep(pause)
+            if retries.expired():
+                raise problem
 
     async def call(self, call: Call, kind: type[T]) -> T:
         """Performs a call and decodes its answer."""

@@ -72,6 +72,8 @@ class Transport:
             if pause is None:
                 raise problem
             runtime.sleep(pause)
+            if retries.expired():  # the machine may have slept, too
+                raise problem
 
     def _try(self, call: Call) -> httpx.Response:
         import httpx
@@ -119,11 +121,14 @@ class Transport:
                 return answer.status_code, read_bounded(answer, limit, what)
             except httpx.HTTPError as err:
                 pause = retries.after_lost(sent=True)
+                problem = lost(what, err)
                 if pause is None:
-                    raise lost(what, err) from err
+                    raise problem from err
             finally:
                 answer.close()
             runtime.sleep(pause)
+            if retries.expired():
+                raise problem
 
     def call(self, call: Call, kind: type[T]) -> T:
         """Performs a call and decodes its answer."""
