@@ -329,7 +329,7 @@ func TestUserThreadsAreBounded(t *testing.T) {
 		t.Errorf("one too many: %v", err)
 	}
 	u.wait = time.Millisecond
-	if err := u.as(t.Context(), cred, func() error { t.Error("one too many runs"); return nil }); core.CodeOf(err) != core.CodeRateLimited {
+	if err := u.as(t.Context(), cred, func() error { t.Error("one too many runs"); return nil }); core.CodeOf(err) != core.CodeGuestBusy {
 		t.Errorf("one too many, and nobody gives up: %v", err)
 	}
 	if err := u.as(t.Context(), &syscall.Credential{Uid: 1, Gid: 1}, func() error { return nil }); err != nil {

@@ -63,7 +63,7 @@ func (u *userThreads) enter(ctx context.Context, uid uint32) error {
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		case <-late.C:
-			return core.Errorf(core.Exhausted, core.CodeRateLimited, "too many requests work on files as user %d; try again when some have ended", uid)
+			return core.Errorf(core.Unavailable, core.CodeGuestBusy, "too many requests work on files as user %d; try again when some have ended", uid)
 		}
 	}
 }

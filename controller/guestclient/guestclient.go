@@ -212,7 +212,7 @@ var relayed = map[core.Code]bool{
 	core.CodeMalformedBody: true, core.CodeBodyTooLarge: true, core.CodeUnsupported: true, core.CodeNotQuiesced: true, core.CodePortClosed: true,
 	core.CodeInvalidID: true,
 	// Of the runner, when it does not reach the agent or the machine stands still.
-	core.CodeGuestUnreachable: true, core.CodeGuestProtocol: true, core.CodeRunnerUnreachable: true, core.CodeWorkspaceNotReady: true,
+	core.CodeGuestUnreachable: true, core.CodeGuestProtocol: true, core.CodeGuestBusy: true, core.CodeRunnerUnreachable: true, core.CodeWorkspaceNotReady: true,
 	core.CodeStoreUnavailable: true, core.CodeStoreAuth: true, core.CodeKeyUnavailable: true, core.CodeDiskFull: true, core.CodeDiskUnreadable: true,
 	core.CodeCheckpointCorrupt: true, core.CodePagerGone: true,
 }

@@ -662,7 +662,9 @@ class GuestProtocol(UnavailableError):
 
 
 class GuestBusy(UnavailableError):
-    """The project's guests send more bytes at once than the controller holds for one project."""
+    """The project's guests send more bytes at once than the controller holds for one project, or too many requests
+    of one user work on files in a guest.
+    """
 
     code = "GUEST_BUSY"
     hint = (
