@@ -268,12 +268,12 @@ func TestPortStreams(t *testing.T) {
 	const most = 64
 	streams := make([]io.Reader, most)
 	for i := range streams {
-		status, body := open() //nolint:bodyclose // a cleanup closes it
+		status, body := open()
 		if streams[i] = body; status != http.StatusOK {
 			t.Fatalf("stream %d: %d", i, status)
 		}
 	}
-	if status, _ := open(); status != http.StatusTooManyRequests { //nolint:bodyclose // likewise
+	if status, _ := open(); status != http.StatusTooManyRequests {
 		t.Errorf("one more: %d", status)
 	}
 	w.envd(s, ask{method: "GET", path: "/files?path=/x"}).want(t, http.StatusTooManyRequests, nil)
