@@ -9,6 +9,7 @@ WS = "ws_06e5bqv7z0f3m8k2h1t9r4w6xc"
 CKPT = "ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc"
 OP = "op_06e5bqv7z0f3m8k2h1t9r4w6xc"
 SESS = "sess_06e5bqv7z0f3m8k2h1t9r4w6xc"
+WATCH = "watch_06e5bqv7z0f3m8k2h1t9r4w6xc"
 RESOURCES = {"vcpus": 1, "memory_mib": 512, "disk_gib": 1}
 IMAGE = {"name": "base", "digest": "sha256:" + "0" * 64}
 
@@ -53,3 +54,14 @@ def file_info(**fields: Any) -> dict[str, Any]:
     return {
         "path": "/d", "name": "d", "type": "dir", "size": 0, "mode": "0755", "uid": 0, "gid": 0, "mtime": AT, **fields,
     }
+
+
+def watch(**fields: Any) -> dict[str, Any]:
+    return {
+        "id": WATCH, "path": "/d", "recursive": False, "created_at": AT, "last": 0, "incomplete": False, "ended": False,
+        **fields,
+    }
+
+
+def watch_event(seq: int, **fields: Any) -> dict[str, Any]:
+    return {"seq": seq, "type": "create", "path": f"/d/{seq}", "name": str(seq), "dir": False, **fields}

@@ -209,3 +209,60 @@ def test_upload_streams(double: Double, client: Coppice, tmp_path: Path) -> None
     assert double.requests[2].body == "ü".encode() and double.requests[2].query["mode"] == ["0600"]
     with pytest.raises(ValueError, match="absolute"):
         files.read("relative")
+
+
+def test_mkdir(double: Double, client: Coppice) -> None:
+    made = {"file": file_info(), "created": True}
+    double.script = [Answer(200, workspace()), Answer(200, made)]
+    files = client.workspace(WS).files
+    got = files.mkdir("/d")
+    assert got.created and got.file.path == "/d"
+    files.mkdir("~/d", parents=True, mode=0o700, user="dev:staff")
+    assert [(r.method, r.path) for r in double.requests[1:]] == [("POST", f"/v1/workspaces/{WS}/files/mkdir")] * 2
+    assert [r.json() for r in double.requests[1:]] == [
+        {"path": "/d"}, {"path": "~/d", "parents": True, "mode": "0700", "user": "dev:staff"},
+    ]
+
+
+def test_rename(double: Double, client: Coppice) -> None:
+    double.script = [Answer(200, workspace()), Answer(200, file_info(path="/b"))]
+    files = client.workspace(WS).files
+    assert files.rename("/a", "/b").path == "/b"
+    files.rename("~/a", "/b", mkdirs=True, no_replace=True, user="dev")
+    assert [(r.method, r.path) for r in double.requests[1:]] == [("POST", f"/v1/workspaces/{WS}/files/rename")] * 2
+    assert [r.json() for r in double.requests[1:]] == [
+        {"from": "/a", "to": "/b"}, {"from": "~/a", "to": "/b", "mkdirs": True, "no_replace": True, "user": "dev"},
+    ]
+
+
+def test_set_attributes(double: Double, client: Coppice) -> None:
+    double.script = [Answer(200, workspace()), Answer(200, file_info(xattrs={"user.a": "1"}))]
+    files = client.workspace(WS).files
+    assert files.set_attributes("/d", set={"user.a": "1"}, remove=("user.b",), user="dev").xattrs == {"user.a": "1"}
+    sent = double.requests[1]
+    assert (sent.method, sent.path) == ("POST", f"/v1/workspaces/{WS}/files/xattrs")
+    assert sent.json() == {"path": "/d", "set": {"user.a": "1"}, "remove": ["user.b"], "user": "dev"}
+
+
+def test_a_change_that_was_lost_is_not_repeated(double: Double, client: Coppice) -> None:
+    """The server may have done it: a second rename would fail, or move another file."""
+    double.script = [Answer(200, workspace()), Answer(cut=0)]
+    with pytest.raises(errors.ConnectionFailedError):
+        client.workspace(WS).files.rename("/a", "/b")
+    assert len(double.requests) == 2
+
+
+def test_paths_of_changes(double: Double, client: Coppice) -> None:
+    """A path depends on no working directory, and `~` is somebody's."""
+    double.script = [Answer(200, workspace())]
+    ws = client.workspace(WS)
+    calls: list[Callable[[str, str | None], object]] = [
+        lambda p, u: ws.files.mkdir(p, user=u), lambda p, u: ws.files.rename(p, "/b", user=u),
+        lambda p, u: ws.files.rename("/a", p, user=u), lambda p, u: ws.files.set_attributes(p, user=u),
+        lambda p, u: ws.watches.create(p, user=u),
+    ]
+    for call in calls:
+        for path, user in (("relative", "dev"), ("", None), ("~/d", None), ("~other/d", "dev")):
+            with pytest.raises(ValueError, match="absolute"):
+                call(path, user)
+    assert len(double.requests) == 1

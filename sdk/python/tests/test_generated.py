@@ -89,8 +89,9 @@ def test_the_code_of_the_readme() -> None:
     for block in blocks:
         compile(block, "README.md", "exec")
         for name, attribute, below in re.findall(r"\b(ws|node|client|session|terminal)\.(\w+)(?:\.(\w+)\()?", block):
-            if attribute in ("files", "network"):
-                assert hasattr({"files": coppice.Files, "network": coppice.Network}[attribute], below)
+            parts = {"files": coppice.Files, "network": coppice.Network, "watches": coppice.Watches}
+            if attribute in parts:
+                assert hasattr(parts[attribute], below)
             else:
                 assert hasattr(kinds[name], attribute), (name, attribute)
     assert blocks[0].strip() in "\n".join(line[4:] for line in (coppice.__doc__ or "").splitlines())

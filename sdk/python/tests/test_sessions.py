@@ -154,3 +154,18 @@ def test_a_redirect_is_not_followed(double: Double, kind: str) -> None:
                 c.session(SESS).attach()
     assert caught.value.code == "HTTP_302"
     assert not [r for r in double.requests if r.path == "/elsewhere"]
+
+
+def test_a_deadline(double: Double) -> None:
+    double.script = [Answer(200, session()), Answer(204)]
+    with Coppice(config=Config(server=double.url)) as c:
+        s = c.session(SESS)
+        s.set_deadline(1.5)
+        s.set_deadline(0.0001)
+        s.set_deadline(None)
+        for wrong in (0, -1):
+            with pytest.raises(ValueError, match="positive"):
+                s.set_deadline(wrong)
+    sent = double.requests[1:]
+    assert [(r.method, r.path) for r in sent] == [("POST", f"/v1/sessions/{SESS}/deadline")] * 3
+    assert [r.json() for r in sent] == [{"timeout_ms": 1500}, {"timeout_ms": 1}, {"timeout_ms": 0}]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ._async.network import AsyncNetwork as AsyncNetwork
     from ._async.session import AsyncAttached as AsyncAttached
     from ._async.session import AsyncSession as AsyncSession
+    from ._async.watches import AsyncWatches as AsyncWatches
     from ._async.workspace import AsyncForks as AsyncForks
     from ._async.workspace import AsyncWorkspace as AsyncWorkspace
     from ._connection import Config as Config
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ._sync.network import Network as Network
     from ._sync.session import Attached as Attached
     from ._sync.session import Session as Session
+    from ._sync.watches import Watches as Watches
     from ._sync.workspace import Forks as Forks
     from ._sync.workspace import Workspace as Workspace
     from ._tar import Copied as Copied
@@ -60,6 +62,7 @@ _PLACES = {
     "AsyncNetwork": "._async.network",
     "AsyncSession": "._async.session",
     "AsyncStep": "._async.checkpoint",
+    "AsyncWatches": "._async.watches",
     "AsyncWorkspace": "._async.workspace",
     "Attached": "._sync.session",
     "Checkpoint": "._sync.checkpoint",
@@ -76,6 +79,7 @@ _PLACES = {
     "Result": "._results",
     "Session": "._sync.session",
     "Step": "._sync.checkpoint",
+    "Watches": "._sync.watches",
     "Workspace": "._sync.workspace",
     "errors": ".errors",
     "models": ".models",

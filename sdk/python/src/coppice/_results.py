@@ -126,6 +126,13 @@ def duration(s: models.Session) -> float:
     return max(0.0, (s.ended_at - s.started_at).total_seconds()) if s.ended_at else 0.0
 
 
+def milliseconds(timeout: float) -> int:
+    """A time as the API has it. There, 0 is no timeout, so it never becomes 0."""
+    if timeout <= 0:
+        raise ValueError("timeout must be positive; None is no timeout")
+    return max(1, int(timeout * 1000))
+
+
 def exec_request(
     command: Command,
     *,
@@ -139,11 +146,9 @@ def exec_request(
     pty: tuple[int, int] | None = None,
 ) -> models.ExecRequest:
     """The request that runs a program. `pty` has columns and rows."""
-    if timeout is not None and timeout <= 0:
-        raise ValueError("timeout must be positive; None is no timeout")
     request = models.ExecRequest(
         command=words(command), env=env or None, cwd=cwd, user=user, wait=wait, stdin_open=stdin_open,
-        timeout_ms=None if timeout is None else max(1, int(timeout * 1000)),
+        timeout_ms=None if timeout is None else milliseconds(timeout),
     )
     if isinstance(stdin, str):
         request.stdin = stdin or None

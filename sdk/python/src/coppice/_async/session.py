@@ -16,7 +16,7 @@ from .. import _policy as policy
 from .. import models
 from .._errors import ConfigurationError, ConnectionFailedError, CoppiceError, OutputLost, ProtocolError, WaitTimeout
 from .._policy import Call
-from .._results import Output, Result, Tail, duration, shown
+from .._results import Output, Result, Tail, duration, milliseconds, shown
 from . import runtime
 from .transport import AsyncTransport
 
@@ -283,6 +283,12 @@ class AsyncSession:
     async def resize(self, cols: int, rows: int) -> None:
         call = self._call(op.resizeSession)
         call.body = models.ResizeRequest(cols=cols, rows=rows)
+        await self._t.run(call)
+
+    async def set_deadline(self, timeout: float | None) -> None:
+        """Kills the processes so many seconds from now, instead of an earlier `timeout`. None lets them run on."""
+        call = self._call(op.setSessionDeadline)
+        call.body = models.DeadlineRequest(timeout_ms=0 if timeout is None else milliseconds(timeout))
         await self._t.run(call)
 
     async def delete(self) -> None:

@@ -16,6 +16,7 @@ from .files import AsyncFiles
 from .network import AsyncNetwork
 from .session import AsyncSession
 from .transport import AsyncTransport, read_bounded
+from .watches import AsyncWatches
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,6 +33,7 @@ class AsyncWorkspace:
         """What was known when it was last asked for; `refresh` asks again."""
         self.files = AsyncFiles(transport, info.id)
         self.network = AsyncNetwork(transport, info.id)
+        self.watches = AsyncWatches(transport, info.id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} {self.id} {self.state}>"

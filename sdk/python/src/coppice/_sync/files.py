@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterator, Iterable
+from collections.abc import Iterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, List, Protocol, Union, runtime_checkable
 
@@ -87,6 +87,46 @@ class Files:
         """Removes a file or, with `recursive`, a directory and everything in it."""
         self._t.run(self._call(op.deleteFile, path, recursive=recursive))
 
+    def mkdir(
+        self, path: str, *, parents: bool = False, mode: int | None = None, user: str | None = None
+    ) -> models.MadeDirectory:
+        """Makes a directory. With `parents`, also those above it, and it is no error if it exists.
+
+        Here and below, `user` is who does it: a name or a number, and perhaps `:group`; root otherwise. With a user, a
+        path may begin with `~`.
+        """
+        body = models.MakeDirectoryRequest(
+            path=absolute(path, user), parents=parents or None, mode=None if mode is None else f"{mode:04o}", user=user
+        )
+        return self._t.call(self._work(op.makeDirectory, body), models.MadeDirectory)
+
+    def rename(
+        self, source: str, target: str, *, mkdirs: bool = False, no_replace: bool = False, user: str | None = None
+    ) -> models.FileInfo:
+        """Moves a file or a directory. A file that is at `target` is replaced, unless `no_replace` is given.
+
+        With `mkdirs`, the directories above `target` are made. Both paths must be on one file system.
+        """
+        body = models.RenameFileRequest(
+            from_=absolute(source, user), to=absolute(target, user), mkdirs=mkdirs or None, no_replace=no_replace or None,
+            user=user,
+        )
+        return self._t.call(self._work(op.renameFile, body), models.FileInfo)
+
+    def set_attributes(
+        self,
+        path: str,
+        *,
+        set: Mapping[str, str] | None = None,
+        remove: Sequence[str] | None = None,
+        user: str | None = None,
+    ) -> models.FileInfo:
+        """Sets and removes extended attributes of a file or a directory; `xattrs` of the answer has all that it has."""
+        body = models.SetFileAttributesRequest(
+            path=absolute(path, user), set=dict(set) if set else None, remove=list(remove) if remove else None, user=user
+        )
+        return self._t.call(self._work(op.setFileAttributes, body), models.FileInfo)
+
     def upload(self, local: str | os.PathLike[str], remote: str) -> None:
         """Copies a file to the path `remote`, or the content of a directory into the directory `remote`.
 
@@ -161,10 +201,18 @@ class Files:
         return self._t.call(call, models.FileInfo)
 
     def _call(self, operation: op.Operation, path: str, **flags: Any) -> Call:
-        if not path.startswith("/"):
-            raise ValueError(f"{path!r} is not an absolute path")
-        query = {"path": path, **{k: v for k, v in flags.items() if v}}
+        query = {"path": absolute(path), **{k: v for k, v in flags.items() if v}}
         return Call(operation, {"workspace_id": self._id}, query)
+
+    def _work(self, operation: op.Operation, body: Any) -> Call:
+        return Call(operation, {"workspace_id": self._id}, body=body)
+
+
+def absolute(path: str, user: str | None = None) -> str:
+    """Refuses a path that depends on a working directory. `~` is the home of the user who does the work."""
+    if path.startswith("/") or user is not None and (path == "~" or path.startswith("~/")):
+        return path
+    raise ValueError(f"{path!r} is not an absolute path")
 
 
 def body_of(data: Content) -> bytes | Iterable[bytes]:

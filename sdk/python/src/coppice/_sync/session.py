@@ -17,7 +17,7 @@ from .. import _policy as policy
 from .. import models
 from .._errors import ConfigurationError, ConnectionFailedError, CoppiceError, OutputLost, ProtocolError, WaitTimeout
 from .._policy import Call
-from .._results import Output, Result, Tail, duration, shown
+from .._results import Output, Result, Tail, duration, milliseconds, shown
 from . import runtime
 from .transport import Transport
 
@@ -284,6 +284,12 @@ class Session:
     def resize(self, cols: int, rows: int) -> None:
         call = self._call(op.resizeSession)
         call.body = models.ResizeRequest(cols=cols, rows=rows)
+        self._t.run(call)
+
+    def set_deadline(self, timeout: float | None) -> None:
+        """Kills the processes so many seconds from now, instead of an earlier `timeout`. None lets them run on."""
+        call = self._call(op.setSessionDeadline)
+        call.body = models.DeadlineRequest(timeout_ms=0 if timeout is None else milliseconds(timeout))
         self._t.run(call)
 
     def delete(self) -> None:

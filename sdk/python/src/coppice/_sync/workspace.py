@@ -17,6 +17,7 @@ from .files import Files
 from .network import Network
 from .session import Session
 from .transport import Transport, read_bounded
+from .watches import Watches
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +34,7 @@ class Workspace:
         """What was known when it was last asked for; `refresh` asks again."""
         self.files = Files(transport, info.id)
         self.network = Network(transport, info.id)
+        self.watches = Watches(transport, info.id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} {self.id} {self.state}>"
