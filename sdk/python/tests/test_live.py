@@ -99,6 +99,48 @@ def test_standard_input_and_terminal(ws: Workspace) -> None:
         running.refresh()
 
 
+def test_a_deadline(ws: Workspace) -> None:
+    session = ws.start("sleep 3600")
+    session.set_deadline(None)
+    session.set_deadline(0.1)
+    assert session.wait() == 137 and session.info.timed_out
+
+
+def test_work_with_files(ws: Workspace) -> None:
+    files = ws.files
+    made = files.mkdir("/root/a/b", parents=True)
+    assert made.created and made.file.type == "dir" and not files.mkdir("/root/a/b", parents=True).created
+    with pytest.raises(errors.FileConflict):
+        files.mkdir("/root/a/b")
+    files.write("/root/a/f", "text")
+    assert files.rename("/root/a/f", "/root/a/b/g").path == "/root/a/b/g" and files.read_text("/root/a/b/g") == "text"
+    files.write("/root/a/f", "other")
+    with pytest.raises(errors.FileConflict):
+        files.rename("/root/a/f", "/root/a/b/g", no_replace=True)
+    files.set_attributes("/root/a/f", set={"user.a": "1", "user.b": "2"})
+    assert files.set_attributes("/root/a/f", remove=["user.a"]).xattrs == {"user.b": "2"}
+
+
+def test_watches(ws: Workspace) -> None:
+    ws.files.mkdir("/root/w")
+    watch = ws.watches.create("/root/w", recursive=True)
+    assert watch.path == "/root/w" and watch.recursive and [w.id for w in ws.watches.list()] == [watch.id]
+    ws.files.mkdir("/root/w/a")
+    ws.files.rename("/root/w/a", "/root/w/b")
+    kept = [(e.seq, e.type, e.path) for e in ws.watches.events(watch.id)]
+    assert kept == [(1, "create", "/root/w/a"), (2, "rename", "/root/w/a"), (3, "create", "/root/w/b")]
+    came = []
+    for event in ws.watches.events(watch.id, after=2, follow=True):
+        came.append((event.seq, event.path))
+        if event.seq == 3:
+            ws.files.mkdir("/root/w/c")
+        else:
+            ws.watches.delete(watch.id)  # the stream ends with the watch
+    assert came == [(3, "/root/w/b"), (4, "/root/w/c")]
+    with pytest.raises(errors.WatchNotFound):
+        list(ws.watches.events(watch.id))
+
+
 def test_files(ws: Workspace, tmp_path: Path) -> None:
     files = ws.files
     files.write("/root/a", "text")
