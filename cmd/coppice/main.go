@@ -87,7 +87,7 @@ func run(ctx context.Context, a *cli.App, args []string) int {
 func wsCommand(a *cli.App) *cobra.Command {
 	c := workspace.NewCommand(a)
 	c.AddCommand(
-		session.NewExecCommand(a), session.NewShellCommand(a), session.NewLogsCommand(a), session.NewSignalCommand(a),
+		session.NewExecCommand(a), session.NewShellCommand(a), session.NewLogsCommand(a),
 		history.NewWorkspaceUsageCommand(a), egress.NewRulesCommand(a), egress.NewFlowsCommand(a), attestation.NewWorkspaceCommand(a),
 	)
 	return c

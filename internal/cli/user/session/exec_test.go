@@ -25,7 +25,7 @@ import (
 // groupWS has the commands of this package below ws, where users find them.
 func groupWS(a *cli.App) *cobra.Command {
 	c := &cobra.Command{Use: "ws"}
-	c.AddCommand(NewExecCommand(a), NewShellCommand(a), NewLogsCommand(a), NewSignalCommand(a))
+	c.AddCommand(NewExecCommand(a), NewShellCommand(a), NewLogsCommand(a))
 	return c
 }
 

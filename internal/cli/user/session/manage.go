@@ -1,6 +1,7 @@
 package session
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"strings"
@@ -11,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/find"
 	"github.com/coppice-dev/coppice/internal/cli/render"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 // NewCommand makes the command "coppice session".
@@ -32,15 +34,7 @@ func newListCommand(a *cli.App) *cobra.Command {
 		Short:   "List the sessions of a workspace, newest first",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			ws, err := find.Workspace(c.Context(), client, args[0])
-			if err != nil {
-				return err
-			}
-			sessions, err := sessionsOf(c.Context(), client, ws)
+			_, _, sessions, err := sessionsIn(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
@@ -49,23 +43,33 @@ func newListCommand(a *cli.App) *cobra.Command {
 	}
 }
 
+// sessionsIn finds a workspace and lists its sessions, newest first.
+func sessionsIn(ctx context.Context, a *cli.App, workspace string) (*coppice.Client, coppice.Workspace, []coppice.Session, error) {
+	client, err := a.Client()
+	if err != nil {
+		return nil, coppice.Workspace{}, nil, err
+	}
+	ws, err := find.Workspace(ctx, client, workspace)
+	if err != nil {
+		return nil, ws, nil, err
+	}
+	sessions, err := sessionsOf(ctx, client, ws)
+	return client, ws, sessions, err
+}
+
 func newKillCommand(a *cli.App) *cobra.Command {
-	var signal string
+	var signal, target string
 	c := &cobra.Command{
-		Use:     "kill WORKSPACE SESSION",
-		Short:   "Send a signal to the program of a session",
-		Example: "  coppice session kill demo 9r4w6xcv\n  coppice session kill demo 9r4w6xcv --signal KILL",
+		Use:   "kill WORKSPACE SESSION",
+		Short: "Send a signal to processes of a session",
+		Long: `Send a signal to processes of a session.
+
+The targets are: foreground, what is in the foreground of the terminal, or without a terminal the process group; process, the program that was
+started; group, its process group; session, all that have not made a session of their own.`,
+		Example: "  coppice session kill demo 9r4w6xcv\n  coppice session kill demo 9r4w6xcv --signal KILL --target group",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			ws, err := find.Workspace(c.Context(), client, args[0])
-			if err != nil {
-				return err
-			}
-			sessions, err := sessionsOf(c.Context(), client, ws)
+			client, ws, sessions, err := sessionsIn(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
@@ -77,7 +81,7 @@ func newKillCommand(a *cli.App) *cobra.Command {
 			if !strings.HasPrefix(name, "SIG") {
 				name = "SIG" + name
 			}
-			if err := client.SignalSession(c.Context(), session.ID, name); err != nil {
+			if err := client.SignalTarget(c.Context(), session.ID, name, coppice.SignalRequestTarget(target)); err != nil {
 				return err
 			}
 			return a.Print(map[string]string{"session_id": session.ID, "signal": name}, func(w io.Writer) error {
@@ -87,5 +91,6 @@ func newKillCommand(a *cli.App) *cobra.Command {
 		},
 	}
 	c.Flags().StringVarP(&signal, "signal", "s", "TERM", "`signal` by name, such as TERM, INT, HUP or KILL")
+	c.Flags().StringVar(&target, "target", "", "which `processes`: foreground (default), process, group or session")
 	return c
 }
