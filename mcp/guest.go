@@ -4,9 +4,10 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"fmt"
-	"strconv"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/coppice-dev/coppice/internal/foreign"
 )
 
 // guestBytes is data from inside a workspace, in structured answers. They have the exact bytes.
@@ -36,29 +37,11 @@ func shown(text string) string {
 	if strings.ContainsRune(text, 0) && !utf8.ValidString(text) {
 		return fmt.Sprintf("(%d bytes that are not text; the structured answer has them as base64)", len(text))
 	}
-	return escape(strings.TrimSuffix(strings.ReplaceAll(text, "\r\n", "\n"), "\n"), "\n\t")
+	return foreign.Escape(strings.TrimSuffix(strings.ReplaceAll(text, "\r\n", "\n"), "\n"), "\n\t")
 }
 
 // visible is shown for a word within a line.
-func visible(s string) string { return escape(s, "") }
-
-// escape shows every character that does not print as an escape, except those in kept.
-func escape(s, kept string) string {
-	var b strings.Builder
-	for i := 0; i < len(s); {
-		r, n := utf8.DecodeRuneInString(s[i:])
-		switch {
-		case r == utf8.RuneError && n == 1:
-			fmt.Fprintf(&b, `\x%02x`, s[i])
-		case strconv.IsPrint(r) || strings.ContainsRune(kept, r):
-			b.WriteRune(r)
-		default:
-			b.WriteString(strings.Trim(strconv.QuoteRuneToASCII(r), "'"))
-		}
-		i += n
-	}
-	return b.String()
-}
+func visible(s string) string { return foreign.Visible(s) }
 
 // clip shortens a text and says so.
 func clip(s string, limit int) string {

@@ -20,6 +20,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -30,7 +31,7 @@ type Config struct {
 
 	// Check judges the server of each new connection; one that it refuses is not used, and calls fail with its error. It must be
 	// safe for concurrent use. Nil: every server will do.
-	Check func(Durability) error
+	Check func(durability.Report) error
 }
 
 const (
@@ -48,7 +49,7 @@ const (
 // Store is the controller's database. Close it when everything that uses it has ended.
 type Store struct {
 	pool  *pgxpool.Pool
-	check func(Durability) error // nil: none
+	check func(durability.Report) error // nil: none
 }
 
 var _ controller.Store = (*Store)(nil)

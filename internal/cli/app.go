@@ -18,7 +18,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/internal/cli/exit"
-	"github.com/coppice-dev/coppice/internal/cli/foreign"
+	"github.com/coppice-dev/coppice/internal/foreign"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 

@@ -5,8 +5,8 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/coppice-dev/coppice/internal/cli/foreign"
 	"github.com/coppice-dev/coppice/internal/cli/terminal"
+	"github.com/coppice-dev/coppice/internal/foreign"
 )
 
 // Working shows on a terminal that something takes time. The returned function ends this and clears the line.

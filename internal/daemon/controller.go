@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/masterkey"
@@ -28,7 +29,7 @@ import (
 type ControllerConfig struct {
 	Database     string        // DSN
 	DatabaseWait time.Duration // how long to wait for it at start
-	AllowWeak    []string      // settings of the database server that may let it lose acknowledged commits; see postgres.Durability
+	AllowWeak    []string      // settings of the database server that may let it lose acknowledged commits; see durability.Report
 	Listen       string        // host:port of the public API
 	TLSCert      string        // PEM files of the public API; both or none
 	TLSKey       string
@@ -81,8 +82,8 @@ func (c ControllerConfig) validate() error {
 		bad("--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
 	}
 	for _, name := range c.AllowWeak {
-		if !slices.Contains(postgres.DurabilitySettings(), name) {
-			bad("--allow-weak-database: there is no setting %q to allow; the settings are %s", core.Clip(name), strings.Join(postgres.DurabilitySettings(), ", "))
+		if !slices.Contains(durability.Settings(), name) {
+			bad("--allow-weak-database: there is no setting %q to allow; the settings are %s", core.Clip(name), strings.Join(durability.Settings(), ", "))
 		}
 	}
 	if c.KeyFile == "" {

@@ -12,6 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -37,10 +38,10 @@ type databaseWatch struct {
 	mu      sync.Mutex
 	store   *postgres.Store
 	known   bool
-	last    postgres.Durability
-	passed  postgres.Durability // the last one that was passed over
-	reached int64               // the highest timeline that a server had
-	serving bool                // the start is over: a refusal is an outage now
+	last    durability.Report
+	passed  durability.Report // the last one that was passed over
+	reached int64             // the highest timeline that a server had
+	serving bool              // the start is over: a refusal is an outage now
 }
 
 // databaseInterval is how often the settings are read where no new connection reads them.
@@ -65,7 +66,7 @@ func newDatabaseWatch(allowed []string, log *slog.Logger, to prometheus.Register
 }
 
 // check is postgres.Config.Check.
-func (w *databaseWatch) check(d postgres.Durability) error {
+func (w *databaseWatch) check(d durability.Report) error {
 	err := d.Judge(w.allowed)
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -102,7 +103,7 @@ type refusedError struct{ error }
 func (e *refusedError) Unwrap() error { return e.error }
 
 // pass logs, once, that a server is passed over. mu is held.
-func (w *databaseWatch) pass(d postgres.Durability, why error) {
+func (w *databaseWatch) pass(d durability.Report, why error) {
 	w.refused.Set(1) // until another is shown
 	if d != w.passed {
 		w.passed = d
@@ -111,7 +112,7 @@ func (w *databaseWatch) pass(d postgres.Durability, why error) {
 }
 
 // show logs what has changed, and sets the metrics. mu is held.
-func (w *databaseWatch) show(d postgres.Durability, refusal error) {
+func (w *databaseWatch) show(d durability.Report, refusal error) {
 	w.refused.Set(boolGauge(refusal != nil))
 	if w.known && d == w.last {
 		return
@@ -126,10 +127,10 @@ func (w *databaseWatch) show(d postgres.Durability, refusal error) {
 		what = "settings of the database server changed"
 	}
 	w.known, w.last = true, d
-	for _, name := range postgres.DurabilitySettings() {
+	for _, name := range durability.Settings() {
 		w.weak.WithLabelValues(name).Set(boolGauge(slices.Contains(d.Weak(), name)))
 	}
-	for _, where := range []string{postgres.CommitsInMemory, postgres.CommitsOnServer, postgres.CommitsReceived, postgres.CommitsOnStandby} {
+	for _, where := range []string{durability.InMemory, durability.OnServer, durability.Received, durability.OnStandby} {
 		w.commits.WithLabelValues(where).Set(boolGauge(d.Commits() == where))
 	}
 	w.timeline.Set(float64(d.Timeline))
@@ -195,7 +196,7 @@ func (w *databaseWatch) run(ctx context.Context, store *postgres.Store) error {
 
 // inspector is the part of a postgres.Store that look needs.
 type inspector interface {
-	Inspect(ctx context.Context) (postgres.Durability, error)
+	Inspect(ctx context.Context) (durability.Report, error)
 	Recheck()
 }
 

@@ -11,7 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
@@ -31,13 +31,13 @@ func TestWeakDatabase(t *testing.T) {
 		allow   []string
 		commits string // empty: it does not start
 	}{
-		{"as installed", "", nil, postgres.CommitsOnServer},
+		{"as installed", "", nil, durability.OnServer},
 		{"fsync off", "ALTER SYSTEM SET fsync = off", nil, ""},
 		{"fsync off, another setting allowed", "ALTER SYSTEM SET fsync = off", []string{"synchronous_commit"}, ""},
-		{"fsync off and allowed", "ALTER SYSTEM SET fsync = off", []string{"fsync"}, postgres.CommitsInMemory},
+		{"fsync off and allowed", "ALTER SYSTEM SET fsync = off", []string{"fsync"}, durability.InMemory},
 		{"half pages", "ALTER SYSTEM SET full_page_writes = off", nil, ""},
 		{"an asynchronous role", "ALTER ROLE postgres SET synchronous_commit = off", nil, ""},
-		{"an asynchronous role, allowed", "ALTER ROLE postgres SET synchronous_commit = off", []string{"synchronous_commit"}, postgres.CommitsInMemory},
+		{"an asynchronous role, allowed", "ALTER ROLE postgres SET synchronous_commit = off", []string{"synchronous_commit"}, durability.InMemory},
 	} {
 		if test.set != "" {
 			testpg.Exec(t, c, test.set, "SELECT pg_reload_conf()")

@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/apitest"
-	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
@@ -225,7 +225,7 @@ func newClusterOf(t *testing.T, change func(*daemon.ControllerConfig)) *cluster 
 	dir := t.TempDir()
 	c := &cluster{t: t, dir: dir, cfg: daemon.ControllerConfig{
 		Database: testpg.New(t, migrations.Up), Listen: testaddr.New(), RunnerListen: testaddr.New(),
-		KeyFile: filepath.Join(dir, "cluster.key"), APIKeyFile: filepath.Join(dir, "api.key"), Metrics: "127.0.0.1:0", AllowWeak: postgres.DurabilitySettings(),
+		KeyFile: filepath.Join(dir, "cluster.key"), APIKeyFile: filepath.Join(dir, "api.key"), Metrics: "127.0.0.1:0", AllowWeak: durability.Settings(),
 	}}
 	change(&c.cfg)
 	c.start()

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/mtls"
@@ -235,7 +235,7 @@ func TestRenewal(t *testing.T) {
 func TestConfigurations(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	good := daemon.ControllerConfig{Database: testpg.New(t, migrations.Up), Listen: "127.0.0.1:0", RunnerListen: "127.0.0.1:0", KeyFile: filepath.Join(dir, "key"), AllowWeak: postgres.DurabilitySettings()}
+	good := daemon.ControllerConfig{Database: testpg.New(t, migrations.Up), Listen: "127.0.0.1:0", RunnerListen: "127.0.0.1:0", KeyFile: filepath.Join(dir, "key"), AllowWeak: durability.Settings()}
 	for name, c := range map[string]struct {
 		change func(*daemon.ControllerConfig)
 		says   string

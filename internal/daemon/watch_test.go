@@ -8,7 +8,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/testmetrics"
 )
@@ -28,12 +28,12 @@ func refusedGauge(t *testing.T, reg *prometheus.Registry) bool {
 func TestRefusedGauge(t *testing.T) {
 	t.Parallel()
 	w, reg := newTestWatch()
-	good := postgres.Durability{Server: "a", Timeline: 2, Fsync: true, FullPageWrites: true, SynchronousCommit: "on"}
+	good := durability.Report{Server: "a", Timeline: 2, Fsync: true, FullPageWrites: true, SynchronousCommit: "on"}
 	standby, before, weak := good, good, good
 	standby.Timeline, standby.Recovers = 0, true
 	before.Timeline = 1
 	weak.Fsync = false
-	for i, d := range []postgres.Durability{standby, good, standby, standby, good, before, good, weak, weak, good, good} {
+	for i, d := range []durability.Report{standby, good, standby, standby, good, before, good, weak, weak, good, good} {
 		err := w.check(d)
 		if refused := d != good; (err != nil) != refused || refusedGauge(t, reg) != refused {
 			t.Errorf("answer %d, %+v: the metric says %v, and the error is %v", i, d, refusedGauge(t, reg), err)
@@ -47,8 +47,8 @@ type answering struct {
 	rechecks int
 }
 
-func (a *answering) Inspect(context.Context) (postgres.Durability, error) {
-	return postgres.Durability{}, a.err
+func (a *answering) Inspect(context.Context) (durability.Report, error) {
+	return durability.Report{}, a.err
 }
 
 func (a *answering) Recheck() { a.rechecks++ }
@@ -63,8 +63,8 @@ func TestLook(t *testing.T) {
 	}{
 		"well":             {nil, 0},
 		"busy":             {core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "the database cannot be reached"), 0},
-		"refused":          {w.check(postgres.Durability{Recovers: true}), 1},
-		"refused when new": {fmt.Errorf("connect: %w", w.check(postgres.Durability{Recovers: true})), 1},
+		"refused":          {w.check(durability.Report{Recovers: true}), 1},
+		"refused when new": {fmt.Errorf("connect: %w", w.check(durability.Report{Recovers: true})), 1},
 	} {
 		store := &answering{err: test.err}
 		if w.look(t.Context(), store); store.rechecks != test.want {

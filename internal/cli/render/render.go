@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/cli/foreign"
+	"github.com/coppice-dev/coppice/internal/foreign"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 

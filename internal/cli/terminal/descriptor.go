@@ -6,7 +6,7 @@ import (
 
 	"golang.org/x/term"
 
-	"github.com/coppice-dev/coppice/internal/cli/foreign"
+	"github.com/coppice-dev/coppice/internal/foreign"
 )
 
 // Descriptor returns the file descriptor of a stream that is a terminal.

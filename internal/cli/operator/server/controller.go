@@ -12,7 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/flows"
-	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
@@ -46,7 +46,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.StringVar(&cfg.Database, "database", "", "PostgreSQL `address`, as a URL or key=value pairs; a password is better in --database-file or PGPASSFILE")
 	f.StringVar(&databaseFile, "database-file", "", "`file` with the address, instead of --database")
 	f.DurationVar(&cfg.DatabaseWait, "database-wait", time.Minute, "how long to wait for the database at the start")
-	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-database", nil, "start although these `settings` of the database server are off, so that its crash can lose acknowledged work: "+strings.Join(postgres.DurabilitySettings(), ","))
+	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-database", nil, "start although these `settings` of the database server are off, so that its crash can lose acknowledged work: "+strings.Join(durability.Settings(), ","))
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
 	f.StringVar(&cfg.TLSCert, "tls-cert", "", "certificate `file` of the API, in PEM; read again when it changes")
 	f.StringVar(&cfg.TLSKey, "tls-key", "", "`file` with the key of that certificate, in PEM")

@@ -13,8 +13,8 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/find"
-	"github.com/coppice-dev/coppice/internal/cli/foreign"
 	"github.com/coppice-dev/coppice/internal/cli/render"
+	"github.com/coppice-dev/coppice/internal/foreign"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 

@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/cli/find"
-	"github.com/coppice-dev/coppice/internal/cli/foreign"
+	"github.com/coppice-dev/coppice/internal/foreign"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 

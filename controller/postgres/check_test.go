@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
@@ -25,19 +26,19 @@ func TestDurability(t *testing.T) {
 		commits string
 		weak    []string
 	}{
-		{"as installed", nil, postgres.CommitsOnServer, nil},
-		{"fsync off", []string{"ALTER SYSTEM SET fsync = off"}, postgres.CommitsInMemory, []string{"fsync"}},
-		{"half pages", []string{"ALTER SYSTEM SET full_page_writes = off"}, postgres.CommitsOnServer, []string{"full_page_writes"}},
-		{"asynchronous server", []string{"ALTER SYSTEM SET synchronous_commit = off"}, postgres.CommitsInMemory, []string{"synchronous_commit"}},
-		{"asynchronous role", []string{"ALTER ROLE postgres SET synchronous_commit = off"}, postgres.CommitsInMemory, []string{"synchronous_commit"}},
-		{"asynchronous database", []string{"ALTER DATABASE postgres SET synchronous_commit = off"}, postgres.CommitsInMemory, []string{"synchronous_commit"}},
-		{"a synchronous standby", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'"}, postgres.CommitsOnStandby, nil},
-		{"one that has received it", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET synchronous_commit = remote_write"}, postgres.CommitsReceived, nil},
-		{"one that nobody waits for", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET synchronous_commit = local"}, postgres.CommitsOnServer, nil},
-		{"a standby without fsync", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET fsync = off"}, postgres.CommitsInMemory, []string{"fsync"}},
+		{"as installed", nil, durability.OnServer, nil},
+		{"fsync off", []string{"ALTER SYSTEM SET fsync = off"}, durability.InMemory, []string{"fsync"}},
+		{"half pages", []string{"ALTER SYSTEM SET full_page_writes = off"}, durability.OnServer, []string{"full_page_writes"}},
+		{"asynchronous server", []string{"ALTER SYSTEM SET synchronous_commit = off"}, durability.InMemory, []string{"synchronous_commit"}},
+		{"asynchronous role", []string{"ALTER ROLE postgres SET synchronous_commit = off"}, durability.InMemory, []string{"synchronous_commit"}},
+		{"asynchronous database", []string{"ALTER DATABASE postgres SET synchronous_commit = off"}, durability.InMemory, []string{"synchronous_commit"}},
+		{"a synchronous standby", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'"}, durability.OnStandby, nil},
+		{"one that has received it", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET synchronous_commit = remote_write"}, durability.Received, nil},
+		{"one that nobody waits for", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET synchronous_commit = local"}, durability.OnServer, nil},
+		{"a standby without fsync", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET fsync = off"}, durability.InMemory, []string{"fsync"}},
 	} {
 		testpg.Exec(t, c, append(test.set, reload)...)
-		var got postgres.Durability
+		var got durability.Report
 		eventually.True(t, test.name+" is seen", func() bool { // a reload reaches a process when it looks
 			got = inspect(t, c)
 			return got.Commits() == test.commits && slices.Equal(got.Weak(), test.weak)
@@ -45,7 +46,7 @@ func TestDurability(t *testing.T) {
 		if got.Timeline != 1 || got.Recovers || got.Started == "" || got.Server != "socket" || got.Promise() == "" {
 			t.Errorf("%s: the server is %+v", test.name, got)
 		}
-		for _, allowed := range [][]string{nil, {"fsync"}, {"full_page_writes"}, {"synchronous_commit"}, postgres.DurabilitySettings()} {
+		for _, allowed := range [][]string{nil, {"fsync"}, {"full_page_writes"}, {"synchronous_commit"}, durability.Settings()} {
 			refused := slices.ContainsFunc(test.weak, func(name string) bool { return !slices.Contains(allowed, name) })
 			err := got.Judge(allowed)
 			if (err != nil) != refused {
@@ -60,10 +61,10 @@ func TestDurability(t *testing.T) {
 }
 
 // inspect asks a server on a new connection.
-func inspect(t *testing.T, c *pgcluster.Cluster) postgres.Durability {
+func inspect(t *testing.T, c *pgcluster.Cluster) durability.Report {
 	t.Helper()
-	var got postgres.Durability
-	store, err := postgres.Open(t.Context(), postgres.Config{DSN: c.DSN("postgres"), Check: func(d postgres.Durability) error {
+	var got durability.Report
+	store, err := postgres.Open(t.Context(), postgres.Config{DSN: c.DSN("postgres"), Check: func(d durability.Report) error {
 		got = d
 		return nil
 	}})
@@ -82,7 +83,7 @@ func inspect(t *testing.T, c *pgcluster.Cluster) postgres.Durability {
 func TestCheckIsAsked(t *testing.T) {
 	t.Parallel()
 	c := testpg.Server(t, testpg.Changeable())
-	store, err := postgres.Open(t.Context(), postgres.Config{DSN: c.DSN("postgres"), Check: func(d postgres.Durability) error { return d.Judge(nil) }})
+	store, err := postgres.Open(t.Context(), postgres.Config{DSN: c.DSN("postgres"), Check: func(d durability.Report) error { return d.Judge(nil) }})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,8 +1,9 @@
-package postgres
+// Package durability judges what a database server keeps of the commits that it has acknowledged. It owns the question for
+// the server's settings, and what they mean.
+package durability
 
 import (
 	"context"
-	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -12,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Durability is what a server keeps of a commit that it has acknowledged to us, and which server it is.
-type Durability struct {
+// Report is what a server keeps of a commit that it has acknowledged to us, and which server it is.
+type Report struct {
 	Server   string // address and port, or "socket"
 	Started  string // when the server process began
 	Timeline int64  // raised by each promotion; 0 while it recovers
@@ -32,46 +33,46 @@ const (
 	settingCommit    = "synchronous_commit"
 )
 
-// DurabilitySettings are the names of the settings that Weak may return.
-func DurabilitySettings() []string { return []string{settingFsync, settingFullPages, settingCommit} }
+// Settings are the names of the settings that Weak may return.
+func Settings() []string { return []string{settingFsync, settingFullPages, settingCommit} }
 
-// The answers of Durability.Commits.
+// The answers of Report.Commits.
 const (
-	CommitsInMemory  = "memory"  // acknowledged before it is on a disk
-	CommitsOnServer  = "server"  // on the disk of the server
-	CommitsOnStandby = "standby" // on the disk of a standby too
-	CommitsReceived  = "received"
+	InMemory  = "memory"  // acknowledged before it is on a disk
+	OnServer  = "server"  // on the disk of the server
+	OnStandby = "standby" // on the disk of a standby too
+	Received  = "received"
 )
 
 // Commits says where a commit is when it is acknowledged: in the memory of the server, on its disk, received by a standby besides, or on the
 // disk of a standby too.
-func (d Durability) Commits() string {
+func (d Report) Commits() string {
 	switch {
 	case d.SynchronousCommit == "off" || !d.Fsync:
-		return CommitsInMemory
+		return InMemory
 	case d.Standbys == "" || d.SynchronousCommit == "local":
-		return CommitsOnServer
+		return OnServer
 	case d.SynchronousCommit == "remote_write":
-		return CommitsReceived
+		return Received
 	}
-	return CommitsOnStandby
+	return OnStandby
 }
 
 // Promise says for people what a commit survives.
-func (d Durability) Promise() string {
+func (d Report) Promise() string {
 	switch d.Commits() {
-	case CommitsInMemory:
+	case InMemory:
 		return "a crash of the server or its host loses acknowledged commits"
-	case CommitsOnServer:
+	case OnServer:
 		return "acknowledged commits are on the server's disk; a failover to a standby can lose the last ones"
-	case CommitsReceived:
+	case Received:
 		return "acknowledged commits are on the server's disk and a synchronous standby has received them; they are lost if both fail at once"
 	}
 	return "acknowledged commits are on the disks of the server and of a synchronous standby; a failover to it loses none"
 }
 
 // Weak names the settings that let the server lose acknowledged commits by itself.
-func (d Durability) Weak() []string {
+func (d Report) Weak() []string {
 	var weak []string
 	for name, good := range map[string]bool{settingFsync: d.Fsync, settingFullPages: d.FullPageWrites, settingCommit: d.SynchronousCommit != "off"} {
 		if !good {
@@ -83,7 +84,7 @@ func (d Durability) Weak() []string {
 }
 
 // Judge refuses a server that takes no writes, or that loses acknowledged commits by itself. allowed names settings that may be weak.
-func (d Durability) Judge(allowed []string) error {
+func (d Report) Judge(allowed []string) error {
 	if d.Recovers {
 		return core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable,
 			"the database server at %s is a standby and takes no writes; name all servers in the address of the database, with target_session_attrs=read-write", d.Server)
@@ -97,62 +98,26 @@ func (d Durability) Judge(allowed []string) error {
 		d.Server, strings.Join(bad, ", "), strings.Join(bad, ","))
 }
 
-// inspectQuery asks only what every role may know.
-const inspectQuery = `
+// query asks only what every role may know.
+const query = `
 	SELECT coalesce(host(inet_server_addr()) || ':' || inet_server_port(), 'socket'), pg_postmaster_start_time(), pg_is_in_recovery(),
 		CASE WHEN pg_is_in_recovery() THEN 0 ELSE ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint END,
 		current_setting('fsync'), current_setting('full_page_writes'), current_setting('synchronous_commit'), current_setting('synchronous_standby_names')`
 
-// inspect works on a connection that is not complete yet, too.
-func inspect(ctx context.Context, conn *pgconn.PgConn) (d Durability, err error) {
-	results, err := conn.Exec(ctx, inspectQuery).ReadAll()
+// Inspect asks a server. It works on a connection that is not complete yet, too.
+func Inspect(ctx context.Context, conn *pgconn.PgConn) (d Report, err error) {
+	results, err := conn.Exec(ctx, query).ReadAll()
 	if err != nil {
-		return d, mapError(ctx, err)
+		return d, err
 	}
 	if len(results) != 1 || len(results[0].Rows) != 1 || len(results[0].Rows[0]) != 8 {
 		return d, core.Errorf(core.Internal, core.CodeInternal, "the database did not answer the question for its settings with one row")
 	}
 	row := results[0].Rows[0]
-	d = Durability{
+	d = Report{
 		Server: string(row[0]), Started: string(row[1]), Recovers: string(row[2]) == "t", Fsync: string(row[4]) == "on",
 		FullPageWrites: string(row[5]) == "on", SynchronousCommit: string(row[6]), Standbys: string(row[7]),
 	}
 	d.Timeline, err = strconv.ParseInt(string(row[3]), 10, 64)
 	return d, err
-}
-
-// Inspect asks the server of one of the pool's connections. An answer that Config.Check refuses is an error.
-func (s *Store) Inspect(ctx context.Context) (Durability, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, errTimeout)
-	defer cancel()
-	conn, err := s.pool.Acquire(ctx)
-	if err != nil {
-		return Durability{}, mapError(ctx, err)
-	}
-	defer conn.Release()
-	d, err := inspect(ctx, conn.Conn().PgConn())
-	if err == nil && s.check != nil {
-		err = s.check(d)
-	}
-	return d, err
-}
-
-// Recheck has every connection checked again before it is used: settings may have changed under those that are open.
-func (s *Store) Recheck() { s.pool.Reset() }
-
-// CheckNew returns what every new connection must pass besides next: Config.Check. Of several servers in the address, the first that passes is
-// taken.
-func (s *Store) CheckNew(next pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc {
-	return func(ctx context.Context, conn *pgconn.PgConn) error {
-		if next != nil {
-			if err := next(ctx, conn); err != nil {
-				return err
-			}
-		}
-		d, err := inspect(ctx, conn)
-		if err != nil {
-			return fmt.Errorf("ask a database server for its settings: %w", err)
-		}
-		return s.check(d)
-	}
 }
