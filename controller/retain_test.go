@@ -25,6 +25,7 @@ func (w *world) settle() {
 	w.t.Helper()
 	w.sql(`SET session_replication_role = replica; UPDATE audit_records SET created_at = created_at - interval '1 minute'`)
 	w.sql(`UPDATE retention_rounds SET next_at = now()`)
+	w.sql(`ANALYZE`) // as autovacuum does at some moment: the plans, and so the rows that they read, are always those with statistics
 }
 
 // TestRetentionReadsInProportion applies a policy to a tree: a round after a change reads the tree once, a round without any reads none of it,
@@ -58,7 +59,7 @@ func TestRetentionReadsInProportion(t *testing.T) {
 	left := func() int {
 		return w.number(`SELECT count(*) FROM checkpoints WHERE id LIKE 'ckpt_bulk%' AND state = 'captured'`)
 	}
-	// The planner may find the children of a node by a second reading of the tree, but of nothing else.
+	// With statistics the planner reads the whole tree once, and once more the nodes that live.
 	round("a round that deletes", nodes+20*old)
 	if n := left(); n != nodes-old {
 		t.Fatalf("%d are left; want %d", n, nodes-old)
@@ -66,18 +67,18 @@ func TestRetentionReadsInProportion(t *testing.T) {
 	if n := w.number(`SELECT count(*) FROM operations WHERE kind = 'prune_checkpoints' AND state = 'succeeded'`); n != 2 {
 		t.Errorf("%d operations, want 2", n)
 	}
-	if n := round("the round after it", 2*nodes+500); n < nodes-old {
+	if n := round("the round after it", nodes+nodes-old+500); n < nodes-old {
 		t.Errorf("it reads only %d checkpoints", n)
 	}
 	round("a round without any change", 0)
 	w.sql(`UPDATE checkpoints SET version = version + 1, pinned = true WHERE id = $1`, cp.ID)
-	if n := round("a round after one change", 2*nodes+500); n < nodes-old {
+	if n := round("a round after one change", nodes+nodes-old+500); n < nodes-old {
 		t.Errorf("it reads only %d checkpoints", n)
 	}
 	round("another without any change", 0)
 	// Time alone is a change when a node becomes too old.
 	w.sql(`UPDATE retention_rounds SET due_at = now()`)
-	if n := round("a round that is due", 2*nodes+500); n < nodes-old {
+	if n := round("a round that is due", nodes+nodes-old+500); n < nodes-old {
 		t.Errorf("it reads only %d checkpoints", n)
 	}
 	if due := w.number(`SELECT count(*) FROM retention_rounds WHERE due_at > now() AND due_at <= now() + interval '1 hour'`); due != 1 {
