@@ -7,22 +7,22 @@ import (
 	"time"
 )
 
-// bodyTime is how long the body of a request may take, unless it is one to a sandbox of somebody with a token.
+// bodyTime bounds how long the body of a request may take to arrive. Requests to a sandbox with a valid token have no such bound.
 const bodyTime = 30 * time.Second
 
-// hurry gives the body of a request its time: whoever sends it slowly needs no key.
+// hurry sets the time limit of a request's body: a client without a key could send a body slowly and keep the connection.
 func hurry(w http.ResponseWriter, r *http.Request) {
-	if r.Body != nil && r.Body != http.NoBody { // without a body, net/http would take the end of the time for the end of the client
-		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTime)) // not every test's writer has a connection
+	if r.Body != nil && r.Body != http.NoBody { // without a body, net/http would treat the end of the time as the client's disconnect
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTime)) // a test's writer may have no connection
 	}
 }
 
-// unhurry takes the limit away, for streams and uploads, and for answers that take longer than their request.
+// unhurry removes the limit: for streams and uploads, and for answers that take longer than their request.
 func unhurry(w http.ResponseWriter) {
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{}) // as above
 }
 
-// hurriedBody has no limit once it has been read to its end.
+// hurriedBody removes the limit when it has been read to its end.
 type hurriedBody struct {
 	io.ReadCloser
 	w http.ResponseWriter

@@ -18,14 +18,14 @@ const maxBody = 1 << 20
 // handler is a route of the control plane. It answers, or returns an error.
 type handler func(w http.ResponseWriter, r *http.Request, c call) error
 
-// call is a request of the control plane with what its routes need.
+// call is a request of the control plane, and the values that its routes need.
 type call struct {
 	*coppice.Client
 	layer   *layer
 	sandbox string // of the path
 }
 
-// controlRoutes are the routes of E2B's control plane. Whatever else is asked for has E2B's form of an error, too.
+// controlRoutes are the routes of E2B's control plane. Every other route answers with an error in E2B's form.
 func (l *layer) controlRoutes() http.Handler {
 	routes := map[string]handler{
 		"POST /sandboxes":                         l.create(timeoutV1),
@@ -80,7 +80,7 @@ func (l *layer) fallback(mux *http.ServeMux) http.Handler {
 
 func refuse(what string) handler {
 	return func(_ http.ResponseWriter, r *http.Request, c call) error {
-		if _, err := c.Self(r.Context()); err != nil { // who has no key learns nothing
+		if _, err := c.Self(r.Context()); err != nil { // a client without a key learns nothing
 			return err
 		}
 		return unsupported(what)
@@ -95,7 +95,7 @@ func (l *layer) fail(w http.ResponseWriter, r *http.Request, err error) {
 	writeFailure(w, r, f)
 }
 
-// readJSON decodes a body. An unknown field is refused by its name: to drop it silently could do what nobody asked for.
+// readJSON decodes a body. An unknown field is refused by its name: to ignore it could do something that the client did not ask for.
 func readJSON(r *http.Request, into any) error {
 	d := json.NewDecoder(r.Body)
 	d.DisallowUnknownFields()
@@ -144,6 +144,6 @@ func paused(ws coppice.Workspace) bool { return ws.State == coppice.WorkspaceSus
 
 // rawQuery is the value of a parameter after one decoding.
 func rawQuery(r *http.Request, name string) string {
-	q, _ := url.ParseQuery(r.URL.RawQuery) // what cannot be read is as if it were absent
+	q, _ := url.ParseQuery(r.URL.RawQuery) // a malformed parameter counts as absent
 	return q.Get(name)
 }

@@ -16,9 +16,9 @@
 // # Tokens
 //
 // A sandbox has one access token for each API key that created it or connected to it. The token names
-// the sandbox and the key, and has a MAC over both. Requests with the token are made for the key,
-// as far as the key's scopes go, and end with it. The traffic token of a sandbox opens its other ports
-// and nothing else.
+// the sandbox and the key, and has a MAC over both. A request with the token acts for the key: it has
+// the key's scopes, and it ends when the key ends. The traffic token of a sandbox opens its other
+// ports and nothing else.
 //
 // # Metadata
 //

@@ -15,24 +15,24 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// Config says what the layer stands on.
+// Config has what the layer needs.
 type Config struct {
 	API    http.Handler                                                 // the REST API
-	ActFor func(ctx context.Context, key coppice.KeyID) context.Context // makes requests to it for a key without its secret
+	ActFor func(ctx context.Context, key coppice.KeyID) context.Context // makes requests to API act for a key, without its secret
 
 	// HoldKey returns a context that ends with a key, and a function that must be called when the work is done.
 	HoldKey func(ctx context.Context, key coppice.KeyID) (context.Context, context.CancelFunc, error)
 
-	// ConfirmPort returns the address where a forwarded port of a workspace in the key's project listens now, as its runner says. It
-	// wakes the workspace, and fails if there is no machine.
+	// ConfirmPort asks the runner where a forwarded port of a workspace in the key's project listens
+	// now, and returns this address. It wakes the workspace, and fails if there is no machine.
 	ConfirmPort func(ctx context.Context, key coppice.KeyID, ws coppice.WorkspaceID, port coppice.PortID) (address string, err error)
 
 	Secret []byte // makes the tokens of sandboxes; the same on all controllers of a cluster
 	Domain string // the wildcard name of this layer; empty: none
-	User   string // whose processes and files are meant if the client names nobody; empty: root
+	User   string // the user of processes and files if the client names none; empty: root
 
-	// LocalPorts says that the addresses of forwarded ports are those of this host, as they are where controller and runner share
-	// one. Elsewhere such an address may lead to something else, so ports are refused.
+	// LocalPorts says that forwarded ports listen on this host, because controller and runner share
+	// it. Without it, ports are refused: the address may lead to something else on this host.
 	LocalPorts bool
 
 	// OpenEgress gives sandboxes unrestricted egress unless the client asks for none, as E2B does. Otherwise they get none.
@@ -57,7 +57,7 @@ type layer struct {
 // New returns the handler of the layer.
 func New(cfg Config) (http.Handler, error) {
 	if cfg.API == nil || cfg.ActFor == nil || cfg.HoldKey == nil || cfg.ConfirmPort == nil || cfg.Log == nil {
-		return nil, errors.New("the layer for E2B's clients lacks the REST API, a way to act for keys, to hold them or to confirm ports, or a log")
+		return nil, errors.New("the layer for E2B's clients needs each of API, ActFor, HoldKey, ConfirmPort and Log")
 	}
 	if len(cfg.Secret) < minSecret {
 		return nil, fmt.Errorf("the secret for tokens of sandboxes has %d bytes; it needs %d", len(cfg.Secret), minSecret)
@@ -119,14 +119,14 @@ func (l *layer) target(r *http.Request) (target, bool, *failure) {
 		return t, true, nil
 	}
 	id := r.Header.Get(headerSandbox)
-	if id == "" { // some lines of clients send the token alone after a connect
+	if id == "" { // some versions of the clients send only the token after a connect
 		token, _, _ := strings.Cut(r.Header.Get(headerAccess), ".")
 		t := target{token, envdPort}
 		return t, bareID.MatchString(token) && !ofControl(r.URL.Path), nil
 	}
 	t, ok := newTarget(id, r.Header.Get(headerPort))
 	if ok && t.port == envdPort && ofControl(r.URL.Path) {
-		return target{}, false, nil // some lines of clients send the headers with these, too
+		return target{}, false, nil // some versions of the clients send the headers to the control plane, too
 	}
 	if !ok {
 		return target{}, false, failf(http.StatusBadRequest, "%s and %s do not name a port of a sandbox", headerSandbox, headerPort)
@@ -134,7 +134,7 @@ func (l *layer) target(r *http.Request) (target, bool, *failure) {
 	return t, true, nil
 }
 
-// ofControl reports whether a path is one of the control plane. The daemon of a sandbox has none of these.
+// ofControl reports whether a path belongs to the control plane. The daemon of a sandbox has no such path.
 func ofControl(path string) bool {
 	return slices.ContainsFunc([]string{"/sandboxes", "/v2/", "/v3/", "/snapshots", "/templates"}, func(p string) bool { return strings.HasPrefix(path, p) })
 }
@@ -173,7 +173,7 @@ func (l *layer) client(token string) *coppice.Client {
 	return c
 }
 
-// transport keeps files on the way through the REST API: it denies that there is another.
+// transport makes files go through the REST API: it answers that there is no pass for a direct way.
 type transport struct{ next http.RoundTripper }
 
 func (t transport) RoundTrip(r *http.Request) (*http.Response, error) {

@@ -26,7 +26,7 @@ const (
 	headerAccess = "X-Access-Token"
 )
 
-// visit is a request to the daemon of a sandbox by somebody with a token for it.
+// visit is an admitted request to the daemon of a sandbox.
 type visit struct {
 	*coppice.Client
 	ws   coppice.WorkspaceID
@@ -41,7 +41,7 @@ func visitOf(ctx context.Context) visit {
 	return v
 }
 
-const maxMessage = 2 << 20 // of one message of Connect
+const maxMessage = 2 << 20 // bytes of one Connect message
 
 // envdRoutes are the routes of E2B's daemon that clients use. Those that change the daemon itself are not among them.
 func (l *layer) envdRoutes() http.Handler {
@@ -78,8 +78,8 @@ func handleMethods(mux *http.ServeMux, file protoreflect.FileDescriptor, h http.
 	}
 }
 
-// serveEnvd admits a request by its token or by its signature. Who has neither gets the same answer for every sandbox, whether it
-// exists or not.
+// serveEnvd admits a request by its token or by its signature. A request with neither gets the same
+// answer for every sandbox, whether it exists or not.
 func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 	ws, _ := workspaceID(t.sandbox) // newTarget has checked it
 	key, ok := l.tokens.check(purposeEnvd, ws, r.Header.Get(headerAccess))
@@ -108,7 +108,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 	defer leave()
 	ctx := l.ActFor(inprocess.WithRemote(r.Context(), r.RemoteAddr), key)
 	v := visit{Client: l.client(""), ws: ws, user: l.User}
-	if name, _, basic := r.BasicAuth(); basic && name != "" && !signed { // a signature is for the user in the address
+	if name, _, basic := r.BasicAuth(); basic && name != "" && !signed { // a signature is for the user in the URL
 		v.user = name
 	}
 	if name := r.URL.Query().Get("username"); name != "" && strings.HasPrefix(r.URL.Path, "/files") {
@@ -128,12 +128,12 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 	l.daemon.ServeHTTP(w, r.WithContext(context.WithValue(ctx, visitKey{}, v)))
 }
 
-// running reports whether requests may reach the guest: it runs, or the use of it resumes it.
+// running reports whether requests may reach the guest: the workspace runs, or its use resumes it.
 func running(ws coppice.Workspace) bool {
 	return live(ws) && ws.State != coppice.WorkspaceCreating && (!paused(ws) || ws.AutoResume)
 }
 
-// refuseVisit answers a request of Connect in its form, and others in E2B's.
+// refuseVisit writes an error: in Connect's form to a Connect request, and in E2B's form to others.
 func (l *layer) refuseVisit(w http.ResponseWriter, r *http.Request, f *failure) {
 	if errs := connect.NewErrorWriter(); errs.IsSupported(r) {
 		_ = errs.Write(w, r, rpcError(r.Context(), f)) // the client may have gone
@@ -167,7 +167,7 @@ func (l *layer) checkLink(r *http.Request, ws coppice.WorkspaceID) (coppice.KeyI
 	return "", failf(http.StatusUnauthorized, "invalid signature")
 }
 
-// health tells that the sandbox runs: serveEnvd has looked.
+// health answers that the sandbox runs: serveEnvd has checked this.
 func health(w http.ResponseWriter, _ *http.Request) error {
 	w.WriteHeader(http.StatusNoContent)
 	return nil
@@ -203,7 +203,7 @@ type accounts struct {
 
 const (
 	maxAccounts     = 1 << 20 // bytes of such a file
-	maxAccountLines = 4096    // that are read of it
+	maxAccountLines = 4096    // lines that are read of such a file
 )
 
 // accounts reads the users and groups of the guest.
@@ -253,7 +253,7 @@ func (v visit) account(ctx context.Context) (account, error) {
 	return u, nil
 }
 
-// resolve makes a path of a client absolute: others are below the user's home.
+// resolve makes a path of a client absolute: a relative path is below the user's home.
 func (u account) resolve(p string) string {
 	switch {
 	case p == "" || p == "~":

@@ -24,12 +24,12 @@ func failf(status int, format string, a ...any) *failure {
 	return &failure{status, fmt.Sprintf(format, a...)}
 }
 
-// unsupported refuses something that E2B has and this layer has not.
+// unsupported refuses a feature of E2B that this layer does not have.
 func unsupported(what string) *failure {
 	return failf(http.StatusNotImplemented, "%s: Coppice does not support this through E2B's API; docs/COMPATIBILITY.md lists what it does", what)
 }
 
-// notFound is the same for a sandbox that is absent and for one of somebody else.
+// notFound is one answer for an absent sandbox and for a sandbox of somebody else.
 func notFound(sandbox string) *failure {
 	return failf(http.StatusNotFound, "sandbox %q was not found", clip(sandbox))
 }
@@ -64,12 +64,12 @@ func translate(err error) *failure {
 	case errors.As(err, new(*http.MaxBytesError)):
 		return failf(http.StatusRequestEntityTooLarge, "the body is too large")
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
-		return failf(http.StatusGatewayTimeout, "the request was ended before there was an answer")
+		return failf(http.StatusGatewayTimeout, "the request ended before there was an answer")
 	}
 	return failf(http.StatusInternalServerError, "something went wrong inside Coppice; the server's log has the cause")
 }
 
-// retryHeader is how E2B's clients are told not to repeat what may have been done.
+// retryHeader tells E2B's clients not to repeat a request that may have taken effect.
 const retryHeader = "Should-Retry"
 
 func writeFailure(w http.ResponseWriter, r *http.Request, f *failure) {

@@ -19,7 +19,7 @@ const (
 	maxUploadFiles = 1000 // files of one upload
 	maxPath        = 4096
 
-	// maxUnpacked bounds what a compressed upload may become, as the REST API bounds a file.
+	// maxUnpacked bounds the unpacked size of a compressed upload, as the REST API bounds a file.
 	maxUnpacked = 10 << 30
 )
 
@@ -45,7 +45,7 @@ func download(w http.ResponseWriter, r *http.Request) error {
 	}
 	defer body.Close()
 	h := w.Header()
-	h.Set("Content-Type", "application/octet-stream") // no content of a guest is a page of this server
+	h.Set("Content-Type", "application/octet-stream") // a browser must not show a file of a guest as a page of this server
 	h.Set("Content-Disposition", mime.FormatMediaType("inline", map[string]string{"filename": path.Base(name)}))
 	h.Set("Accept-Ranges", "bytes")
 	h.Set("Last-Modified", info.MTime.UTC().Format(http.TimeFormat))
@@ -65,7 +65,7 @@ func download(w http.ResponseWriter, r *http.Request) error {
 	}
 	w.WriteHeader(status)
 	if _, err := io.CopyN(w, body, to-from); err != nil {
-		panic(http.ErrAbortHandler) // the client must not take it for whole
+		panic(http.ErrAbortHandler) // the client must not think that it is complete
 	}
 	return nil
 }
@@ -76,7 +76,7 @@ func number(s string) (n int64, ok bool) {
 	return int64(u), err == nil
 }
 
-// byteRange reads a Range header with one range; others mean the whole file, as the standard permits.
+// byteRange reads a Range header with one range. Any other header means the whole file, as the standard permits.
 func byteRange(header string, size int64) (from, to int64, partial bool, err error) {
 	spec, ok := strings.CutPrefix(header, "bytes=")
 	first, last, dash := strings.Cut(strings.TrimSpace(spec), "-")
@@ -112,7 +112,7 @@ func byteRange(header string, size int64) (from, to int64, partial bool, err err
 	return a, to, true, nil
 }
 
-// written is a file of an upload's answer.
+// written is a file in the answer to an upload.
 type written struct {
 	Path string `json:"path"`
 	Name string `json:"name"`
@@ -186,7 +186,7 @@ func unpack(r *http.Request) (io.Reader, error) {
 	case "gzip":
 		z, err := gzip.NewReader(r.Body)
 		if err != nil {
-			return nil, failf(http.StatusBadRequest, "the body is no gzip")
+			return nil, failf(http.StatusBadRequest, "the body is not gzip")
 		}
 		return http.MaxBytesReader(nil, z, maxUnpacked), nil
 	}

@@ -36,7 +36,7 @@ type place struct {
 	user  account
 	all   accounts
 	path  string
-	links int // that may still be followed for their descriptions
+	links int // how many more links may be followed
 }
 
 const maxLinks = 1000
@@ -54,7 +54,7 @@ func (v visit) at(ctx context.Context, p string) (place, error) {
 	return out, nil
 }
 
-// entry describes what is at a path. A directory's list tells links from what they lead to, a stat does not: so the list is asked.
+// entry describes the file, directory or link at a path.
 func (p place) entry(ctx context.Context, name string) (*filesystem.EntryInfo, error) {
 	info, err := p.StatFile(ctx, p.ws, name)
 	if err != nil {
@@ -136,7 +136,7 @@ func (files) Stat(ctx context.Context, req *connect.Request[filesystem.StatReque
 	return connect.NewResponse(&filesystem.StatResponse{Entry: e}), rpcError(ctx, err)
 }
 
-// ListDir lists a directory, and those below it down to a depth.
+// ListDir lists a directory, and its subdirectories down to a depth.
 func (files) ListDir(ctx context.Context, req *connect.Request[filesystem.ListDirRequest]) (*connect.Response[filesystem.ListDirResponse], error) {
 	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
 	if err != nil {
@@ -160,7 +160,7 @@ func (files) ListDir(ctx context.Context, req *connect.Request[filesystem.ListDi
 	return connect.NewResponse(&filesystem.ListDirResponse{Entries: entries}), nil
 }
 
-// list appends the entries of a directory, in lexical order, each directory's own behind it.
+// list appends the entries of a directory in lexical order, and after each subdirectory its entries.
 func (p *place) list(ctx context.Context, dir string, depth int, entries []*filesystem.EntryInfo) ([]*filesystem.EntryInfo, error) {
 	l, err := p.ListFiles(ctx, p.ws, dir)
 	if err != nil {
@@ -182,7 +182,7 @@ func (p *place) list(ctx context.Context, dir string, depth int, entries []*file
 	return entries, nil
 }
 
-// run runs a program of the guest's own as the visit's user.
+// run runs a program of the guest as the visit's user.
 func (p place) run(ctx context.Context, command ...string) error {
 	res, err := p.Exec(ctx, p.ws, coppice.ExecRequest{Command: command, User: p.user.name, Cwd: "/", TimeoutMS: programTime})
 	if err != nil {
@@ -239,7 +239,7 @@ func (files) Move(ctx context.Context, req *connect.Request[filesystem.MoveReque
 	return connect.NewResponse(&filesystem.MoveResponse{Entry: e}), rpcError(ctx, err)
 }
 
-// Remove removes a file, or a directory with everything in it. What is not there is fine.
+// Remove removes a file, or a directory with everything in it. If there is nothing, this is no error.
 func (files) Remove(ctx context.Context, req *connect.Request[filesystem.RemoveRequest]) (*connect.Response[filesystem.RemoveResponse], error) {
 	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
 	if err != nil {

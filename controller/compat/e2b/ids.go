@@ -44,7 +44,7 @@ type target struct {
 	port    int
 }
 
-// hostTarget reads <port>-<id>.<domain>. The domain may be any if none is configured: tokens, not names, give access.
+// hostTarget reads <port>-<id>.<domain>. If no domain is configured, every domain is accepted: tokens, not names, give access.
 func hostTarget(host, domain string) (target, bool) {
 	first, rest, _ := strings.Cut(hostName(host), ".")
 	if domain != "" && rest != domain || rest == "" {
@@ -71,8 +71,8 @@ func hostName(host string) string {
 	return strings.ToLower(strings.TrimSuffix(strings.Trim(host, "[]"), "."))
 }
 
-// hostAllowed refuses names that a web page may have bound to this address. An address, loopback's name and the names below the
-// domain cannot be such.
+// hostAllowed refuses host names that a web page may have bound to this address (DNS rebinding). It
+// accepts addresses, localhost, the domain, and names below these two.
 func hostAllowed(host, domain string) bool {
 	name := hostName(host)
 	if _, err := netip.ParseAddr(name); err == nil || name == "localhost" {

@@ -7,16 +7,16 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// The bounds of what is remembered of issued tokens.
+// The bounds of the memory of issued tokens.
 const (
 	maxIssued     = 20_000
 	maxIssuedKeys = 8     // of one sandbox
-	maxIssuedOf   = 2_000 // sandboxes of one key: it cannot drive the others out
+	maxIssuedOf   = 2_000 // sandboxes of one key, so that it cannot displace those of others
 )
 
 // issued remembers which keys have tokens of a sandbox. A signed link names neither its key nor its token, so its signature is
-// compared with those of these keys. What is forgotten, or was issued by another controller, is remembered again when a client
-// uses the token.
+// compared with those of these keys. A token that was forgotten, or that another controller issued, is remembered again when a
+// client uses it.
 type issued struct {
 	mu  sync.Mutex // guards the maps; the older one goes when the newer one is full
 	now map[coppice.WorkspaceID][]coppice.KeyID
@@ -56,7 +56,7 @@ func (i *issued) room(key coppice.KeyID) {
 	}
 }
 
-// list needs mu.
+// The caller of list holds mu.
 func (i *issued) list(ws coppice.WorkspaceID) []coppice.KeyID {
 	if list := i.now[ws]; list != nil {
 		return list

@@ -50,7 +50,7 @@ const (
 	headerTotal = "X-Total-Running"
 )
 
-// listFilter is what a list of sandboxes asks for.
+// listFilter is the filter of a list of sandboxes.
 type listFilter struct {
 	metadata map[string]string
 	states   []string
@@ -105,7 +105,7 @@ func (c call) matching(r *http.Request, f listFilter) (list []listedView, runnin
 	return list, running, nil
 }
 
-// listRunning is the list of version 1: one page of those that run.
+// listRunning is the list of version 1 of the API: one page of the running sandboxes.
 func listRunning(w http.ResponseWriter, r *http.Request, c call) error {
 	f, err := newListFilter(r)
 	if err != nil {

@@ -20,7 +20,7 @@ const (
 )
 
 const (
-	partBytes    = 256 // a label's value has no more
+	partBytes    = 256 // the largest value of a label
 	maxParts     = 40
 	maxTemplate  = 128
 	defaultTag   = "default"
@@ -49,7 +49,7 @@ func labelsOf(metadata map[string]string, template string) (coppice.Labels, erro
 	return labels, nil
 }
 
-// metadataOf reads metadata back. Labels that somebody else has changed give none.
+// metadataOf reads metadata back. It returns none if somebody else has changed the labels.
 func metadataOf(labels coppice.Labels) map[string]string {
 	var text strings.Builder
 	for i := range maxParts {

@@ -18,8 +18,8 @@ import (
 // headerTraffic carries the traffic token of a sandbox.
 const headerTraffic = "E2b-Traffic-Access-Token"
 
-// servePort passes a request on to a port of a sandbox, for who has the traffic token or the access token. There is no port for
-// everybody: E2B's public traffic is refused without a token.
+// servePort forwards a request to a port of a sandbox. The request needs the traffic token or the
+// access token. No port is public: E2B's public traffic is refused without a token.
 func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 	ws, _ := workspaceID(t.sandbox) // newTarget has checked it
 	key, ok := l.tokens.check(purposeTraffic, ws, r.Header.Get(headerTraffic))
@@ -84,7 +84,7 @@ func routed(ws coppice.Workspace) bool {
 	return false
 }
 
-// proxy passes one request on to an address, as it is, but for what is this layer's.
+// proxy forwards a request to an address. It removes only this layer's headers and tokens.
 func (l *layer) proxy(address string, ws coppice.WorkspaceID, t target) http.Handler {
 	return &httputil.ReverseProxy{
 		// A connection is for one request: after a restore the address may lead to another machine.
@@ -109,8 +109,8 @@ func (l *layer) proxy(address string, ws coppice.WorkspaceID, t target) http.Han
 	}
 }
 
-// reduce keeps a guest from speaking for others: its cookies are for its own name only, and which pages may read an answer is this
-// layer's to say.
+// reduce limits an answer of a guest to the guest's own name: its cookies are for this name only,
+// and this layer, not the guest, decides which pages may read the answer.
 func reduce(res *http.Response) error {
 	h := res.Header
 	h.Del("Access-Control-Allow-Origin")
@@ -123,15 +123,16 @@ func reduce(res *http.Response) error {
 			continue
 		}
 		c.Domain = ""
-		if text := c.String(); text != "" { // without what could not be read
+		if text := c.String(); text != "" { // without parts that could not be parsed
 			h.Add("Set-Cookie", text)
 		}
 	}
 	return nil
 }
 
-// forwarded returns the address of the runner's host that leads to a port of the guest now, or nothing. A forward that is there is used
-// again, at the address that the runner confirms: one that is only in a row may be somebody else's.
+// forwarded returns the address on the runner's host that leads to a port of the guest now, or
+// nothing. It uses an existing forward again, at the address that the runner confirms: the address
+// in the row may belong to somebody else by now.
 func (l *layer) forwarded(ctx context.Context, c *coppice.Client, key coppice.KeyID, ws coppice.WorkspaceID, port int) (string, error) {
 	ports, err := c.Ports(ctx, ws)
 	if err != nil {

@@ -24,7 +24,7 @@ type processes struct{}
 var _ process.ProcessHandler = processes{}
 
 const (
-	exitKept         = 30 * time.Second // an ended process can be connected to for so long
+	exitKept         = 30 * time.Second // how long clients can connect to an ended process
 	defaultKeepalive = 90 * time.Second
 	maxKeepalive     = time.Hour
 	headerKeepalive  = "Keepalive-Ping-Interval"
@@ -221,7 +221,7 @@ func (s *sender) keepAlive(every time.Duration, stop, gone <-chan struct{}) {
 	}
 }
 
-// output sends what it is given as output of a stream.
+// output sends what is written to it as output of a process.
 type output struct {
 	*sender
 	stream string
@@ -282,7 +282,7 @@ func (processes) SendInput(ctx context.Context, req *connect.Request[process.Sen
 	return connect.NewResponse(&process.SendInputResponse{}), err
 }
 
-// StreamInput writes to a process what arrives in a stream.
+// StreamInput writes the messages of a stream to a process.
 func (processes) StreamInput(ctx context.Context, stream *connect.ClientStream[process.StreamInputRequest]) (*connect.Response[process.StreamInputResponse], error) {
 	v := visitOf(ctx)
 	var s *coppice.Session

@@ -14,7 +14,8 @@ const (
 	timeoutV1 = 15
 )
 
-// envdVersion is the daemon that this layer equals. From 0.6.2 on, clients expect file metadata and watchers, which are missing.
+// envdVersion is the version of the daemon that this layer implements. From 0.6.2 on, clients
+// expect file metadata and watchers, which this layer lacks.
 const envdVersion = "0.5.7"
 
 const defaultTemplate = "base"
@@ -59,7 +60,7 @@ type lifecycleView struct {
 	AutoResume bool   `json:"autoResume"`
 }
 
-// never is the end of a sandbox without one: E2B's clients want a time.
+// never is the end time of a sandbox that does not end: E2B's clients require a time.
 var never = time.Date(9999, time.December, 31, 0, 0, 0, 0, time.UTC)
 
 const (
@@ -67,7 +68,7 @@ const (
 	statePaused  = "paused"
 )
 
-// sandbox shows a workspace to the client that has a key: it gets tokens of its own.
+// sandbox describes a workspace to the client that has a key, with tokens for this key.
 func (c call) sandboxView(r *http.Request, ws coppice.Workspace) (sandboxView, error) {
 	key, err := c.Self(r.Context())
 	if err != nil {
@@ -147,7 +148,7 @@ type networkRequest struct {
 	Rules              map[string]any `json:"rules"`
 }
 
-// unsupported names what of the request this layer cannot do.
+// unsupported refuses a request with a field that this layer does not support.
 func (q createRequest) unsupported() error {
 	n := q.Network
 	if n == nil {
@@ -178,7 +179,7 @@ func (q createRequest) unsupported() error {
 // allAddresses is how E2B's clients deny everything.
 const allAddresses = "0.0.0.0/0"
 
-// network translates what a sandbox may reach. Coppice allows by name or not at all.
+// network translates the network rules of a sandbox. Coppice allows everything, named hosts, or nothing.
 func (q createRequest) network(open bool) (coppice.NetworkRequest, error) {
 	closed := coppice.NetworkRequest{EgressPolicy: coppice.EgressDenyAll}
 	n := q.Network
@@ -289,7 +290,7 @@ func connectSandbox(w http.ResponseWriter, r *http.Request, c call) error {
 		if ws, err = c.live(r, ws.ID, ttl); err != nil {
 			return err
 		}
-	} else if q.Timeout != nil { // it extends only
+	} else if q.Timeout != nil { // it only extends the time
 		if ws, err = c.extend(r, ws, ttl); err != nil {
 			return err
 		}
@@ -302,7 +303,7 @@ func connectSandbox(w http.ResponseWriter, r *http.Request, c call) error {
 	return nil
 }
 
-// resume is what the oldest clients call: of a sandbox that runs, it is a conflict.
+// resume serves the oldest clients. If the sandbox runs, it is a conflict.
 func resume(w http.ResponseWriter, r *http.Request, c call) error {
 	ws, err := c.workspace(r)
 	if err != nil {
@@ -430,7 +431,7 @@ func pause(w http.ResponseWriter, r *http.Request, c call) error {
 	return nil
 }
 
-// newSandbox is what a create asks for, in Coppice's words.
+// newSandbox is the request of a create, in Coppice's terms.
 type newSandbox struct {
 	template   string
 	ttl        int64

@@ -23,7 +23,7 @@ const (
 	keyIDPrefix = "key_"
 	keyPrefix   = "e2b_" // of an API key in E2B's form
 
-	// maxToken bounds what is looked at of a credential.
+	// maxToken bounds the length of a credential.
 	maxToken = 2048
 )
 
@@ -71,7 +71,7 @@ type link struct {
 // errExpired has the words that clients look for.
 var errExpired = failf(401, "signature is already expired")
 
-// verify reports whether a link was signed with the token. Only a link that was says that it has expired.
+// verify reports whether a link was signed with the token. It reports an expiry only for such a link.
 func (l link) verify(token string, now time.Time) (bool, error) {
 	want := signature(l.path, l.op, l.user, token, l.expires)
 	if subtle.ConstantTimeCompare([]byte(want), []byte(l.signature)) != 1 {
@@ -83,7 +83,7 @@ func (l link) verify(token string, now time.Time) (bool, error) {
 	return true, nil
 }
 
-// apiKey reads the Coppice key in a header: as it is, or in the only form that some lines of E2B's clients let pass, "e2b_" and hex digits.
+// apiKey reads the Coppice key in a header: as it is, or in the only form that some versions of E2B's clients accept, "e2b_" and hex digits.
 func apiKey(value string) string {
 	if len(value) > maxToken {
 		return ""
@@ -96,5 +96,5 @@ func apiKey(value string) string {
 	return value
 }
 
-// WrapKey writes a Coppice key in the form that every line of E2B's clients lets pass.
+// WrapKey writes a Coppice key in the form that every version of E2B's clients accepts.
 func WrapKey(key string) string { return keyPrefix + hex.EncodeToString([]byte(key)) }
