@@ -125,10 +125,10 @@ func (p *panicked) Error() string { return "the work ended with a panic" }
 const noID = 1<<32 - 1
 
 // become gives the calling thread, and only it, the identity of a user. (Package syscall would change all threads.) The
-// order matters: the last call takes the rights that the others need.
+// order matters: the last call removes the rights that the others need.
 func become(cred *syscall.Credential) error {
 	if cred.Uid == noID || cred.Gid == noID {
-		return errors.New("the kernel takes this number for no change")
+		return errors.New("the kernel would not change to this id")
 	}
 	var groups unsafe.Pointer
 	if len(cred.Groups) > 0 {
@@ -150,7 +150,7 @@ func become(cred *syscall.Credential) error {
 	return nil
 }
 
-// checkBecame makes sure that the kernel has taken every capability with the ids.
+// checkBecame makes sure that the kernel has changed the ids, and has removed every capability with them.
 func checkBecame(cred *syscall.Credential) error {
 	ruid, euid, suid := unix.Getresuid()
 	if id := int(cred.Uid); ruid != id || euid != id || suid != id {

@@ -2,13 +2,13 @@ package runnerapi
 
 import "net/url"
 
-// guestFlags are the parameters of the agent that are 1 or absent. All others are passed on as they are: a user may be called true.
+// guestFlags are the agent's boolean parameters, which are 1 or absent. All others are passed on unchanged: a user may be called true.
 var guestFlags = map[string]bool{
 	"list": true, "tar": true, "stat": true, "recursive": true, "follow": true, "xattrs": true, "mkdirs": true, "untar": true,
 	"in_place": true, "append": true, "close": true,
 }
 
-// GuestQuery takes the named parameters of a request over for the guest's agent, in the agent's form.
+// GuestQuery copies the named parameters of a request for the guest's agent, in the agent's form.
 func GuestQuery(get func(name string) string, names ...string) url.Values {
 	q := url.Values{}
 	for _, name := range names {

@@ -29,8 +29,8 @@ const maxNamed = 16
 // smallFile is the size up to which a file is read before its header is written, so that it may change meanwhile.
 const smallFile = 64 << 10
 
-// pseudo are the types of file systems whose files are made up by the kernel when they are read. Their sizes say nothing,
-// and some of their files never end.
+// pseudo are the types of file systems whose files the kernel generates when they are read. The
+// sizes of these files mean nothing, and some of the files never end.
 var pseudo = map[int64]string{
 	unix.PROC_SUPER_MAGIC: "proc", unix.SYSFS_MAGIC: "sysfs", unix.CGROUP_SUPER_MAGIC: "cgroup", unix.CGROUP2_SUPER_MAGIC: "cgroup2",
 	unix.DEVPTS_SUPER_MAGIC: "devpts", unix.DEBUGFS_MAGIC: "debugfs", unix.TRACEFS_MAGIC: "tracefs", unix.SECURITYFS_MAGIC: "securityfs",
@@ -53,7 +53,7 @@ func pseudoAt(p string) (string, error) {
 	return pseudo[int64(uint32(st.Type))], nil
 }
 
-// Check refuses a path that no tar can be made of: it does not exist, or it is on a pseudo file system.
+// Check refuses a path that cannot become a tar: it does not exist, or it is on a pseudo file system.
 func Check(top string) error {
 	fi, err := os.Lstat(top)
 	if err != nil || fi.Mode()&fs.ModeSymlink != 0 {
@@ -62,7 +62,7 @@ func Check(top string) error {
 	kind, err := pseudoAt(top)
 	if err == nil && kind != "" {
 		err = core.Errorf(core.Conflict, guestapi.CodeFileConflict,
-			"read %s: it is on a pseudo file system (%s), whose files the kernel makes up; list it, or read its files one by one", core.Clip(top), kind)
+			"read %s: it is on a pseudo file system (%s), whose files the kernel generates; list it, or read its files one by one", core.Clip(top), kind)
 	}
 	return err
 }
@@ -101,7 +101,7 @@ func (b *bounded) Write(p []byte) (int, error) {
 
 // TooLarge is the error of a transfer that is larger than its bound.
 func TooLarge(most int64) error {
-	return core.Errorf(core.Invalid, core.CodeBodyTooLarge, "there is more than the bound of %d bytes for one transfer; ask for less, or raise the bound with max_bytes", most)
+	return core.Errorf(core.Invalid, core.CodeBodyTooLarge, "the transfer is larger than its bound of %d bytes; ask for less, or raise the bound with max_bytes", most)
 }
 
 type writer struct {
@@ -111,7 +111,7 @@ type writer struct {
 	left      guestapi.LeftOut
 }
 
-// visit writes what a walk has come to.
+// visit writes an entry of a walk.
 func (w *writer) visit(p string, d fs.DirEntry, err error) error {
 	if errors.Is(err, fs.ErrNotExist) && p != w.top {
 		return nil // removed meanwhile

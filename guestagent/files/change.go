@@ -21,9 +21,9 @@ import (
 // maxBody bounds the body of a request that has no file in it.
 const maxBody = 256 << 10
 
-// putInPlace writes a body into the file itself: what has the file open sees it, and a body that breaks off leaves what
-// has arrived. All of it happens with the caller's rights, because the kernel takes setuid bits away from a file only
-// when a user writes it.
+// putInPlace writes a body into the file itself: programs that have the file open see it, and a
+// body that breaks off leaves the bytes that have arrived. All of it happens with the caller's
+// rights, because the kernel takes setuid bits away from a file only when a user writes it.
 func putInPlace(w http.ResponseWriter, r *http.Request, c caller, at attributes) error {
 	offset, err := answer.IntParam(r, "offset", -1)
 	if err != nil {
@@ -103,7 +103,7 @@ func prepareInPlace(f *os.File, path string, at attributes) (*os.File, error) {
 	return f, nil
 }
 
-// makeInPlace makes a file. The flags have O_NONBLOCK, for what has come into its place meanwhile.
+// makeInPlace makes a file. The flags have O_NONBLOCK, because a pipe or a device may have taken its place meanwhile.
 func makeInPlace(path string, at attributes, flags int) (*os.File, error) {
 	if at.mkdirs {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {

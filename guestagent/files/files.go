@@ -24,7 +24,7 @@ type Server struct {
 // caller is who a request works as.
 type caller struct {
 	do    func(fn func() error) error // runs fn with the caller's rights
-	after func(fn func() error) error // runs fn so even after the request has ended
+	after func(fn func() error) error // runs fn likewise, even after the request has ended
 	cred  *syscall.Credential         // of a named user
 	user  bool                        // the request names the user
 	path  string                      // the path that it names
@@ -32,7 +32,7 @@ type caller struct {
 
 const maxPath = 4096
 
-// caller finds the user of a request, and what its paths mean for the user. A relative path starts where a session of the
+// caller finds the user of a request, and makes its path absolute for this user. A relative path starts where a session of the
 // user would start.
 func (s *Server) caller(ctx context.Context, user string, paths ...*string) (caller, error) {
 	for _, p := range paths {
@@ -61,7 +61,7 @@ func (s *Server) caller(ctx context.Context, user string, paths ...*string) (cal
 	return c, err
 }
 
-// Caller makes paths absolute as this package does, and returns what runs functions with the rights of a user.
+// Caller makes paths absolute as this package does, and returns a function that runs others with the rights of a user.
 func (s *Server) Caller(ctx context.Context, user string, paths ...*string) (func(ctx context.Context, fn func() error) error, error) {
 	c, err := s.caller(ctx, user, paths...)
 	return func(ctx context.Context, fn func() error) error {

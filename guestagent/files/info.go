@@ -55,7 +55,7 @@ func setInfoHeader(h http.Header, info guestapi.FileInfo) {
 	h.Set(guestapi.HeaderFileInfo, s.String())
 }
 
-// details adds what takes more than one look: names, the target of a link, extended attributes.
+// details adds fields that need more than a stat: names, the target of a link, extended attributes.
 type details struct {
 	names  account.Names
 	xattrs bool
@@ -70,7 +70,7 @@ func newDetails(r *http.Request) *details {
 	return d
 }
 
-// of describes a path that was looked at.
+// of describes a path after its stat.
 func (d *details) of(path string, fi fs.FileInfo) guestapi.FileInfo {
 	info := infoOf(path, fi)
 	info.Owner, info.Group = d.names.Users[info.UID], d.names.Groups[info.GID]

@@ -80,7 +80,7 @@ func readFile(w http.ResponseWriter, r *http.Request, c caller, most int64) erro
 		w.Header().Del(guestapi.HeaderFileInfo)
 		return archive.TooLarge(most)
 	}
-	if c.user && info.Size == 0 { // files in /proc check the rights of who reads them
+	if c.user && info.Size == 0 { // files in /proc check the rights of their reader
 		return c.do(func() error { return sendFile(w, r, f, 0, most) })
 	}
 	return sendFile(w, r, f, info.Size, most)
@@ -107,7 +107,7 @@ func sendFile(w http.ResponseWriter, r *http.Request, f *os.File, size, most int
 	return nil
 }
 
-// stat describes a path, or with follow what it leads to.
+// stat describes a path, or with follow the target of a link.
 func stat(w http.ResponseWriter, r *http.Request, c caller) error {
 	var info guestapi.FileInfo
 	err := c.do(func() error {
@@ -159,7 +159,7 @@ func list(w http.ResponseWriter, r *http.Request, c caller) error {
 	return nil
 }
 
-// lister lists a directory, and those below it.
+// lister lists a directory, and its subdirectories.
 type lister struct {
 	r       *http.Request
 	details *details
@@ -167,7 +167,7 @@ type lister struct {
 	text    int
 }
 
-// dir lists a directory by name, each subdirectory's entries behind it. It does not follow links, except for the path of
+// dir lists a directory by name, and after each subdirectory its entries. It does not follow links, except for the path of
 // the request.
 func (l *lister) dir(path string, depth, flags int) error {
 	d, err := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NONBLOCK|flags, 0)

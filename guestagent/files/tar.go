@@ -110,7 +110,7 @@ func readTar(ctx context.Context, root *os.Root, body io.Reader, at attributes) 
 			return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has the name %q, which leads out of the directory", core.Clip(h.Name))
 		}
 		if at.user || at.uid >= 0 {
-			h.Uid = at.uid // as a user, what the user makes is the user's
+			h.Uid = at.uid // a new file of a user belongs to the user
 		}
 		if at.user || at.gid >= 0 {
 			h.Gid = at.gid
@@ -148,8 +148,9 @@ func tarError(ctx context.Context, err error) error {
 	return answer.BodyError(ctx, err)
 }
 
-// unpack makes an entry that is no directory. What it changes of the entry it changes through a descriptor: a user of the
-// sandbox who owns the directory can put another file in the entry's place at any time.
+// unpack makes an entry that is not a directory. It changes the attributes of the entry through a
+// descriptor: a user of the sandbox who owns the directory can put another file in the entry's
+// place at any time.
 func unpack(ctx context.Context, root *os.Root, tr *tar.Reader, h *tar.Header) error {
 	if err := makeParents(root, h.Name); err != nil {
 		return err
@@ -196,7 +197,7 @@ func makeParents(root *os.Root, name string) error {
 	return nil
 }
 
-// madeDir is a directory of the tar, and which one it was when it was made or found.
+// madeDir is a directory of the tar, with the identity that it had when it was made or found.
 type madeDir struct {
 	header   *tar.Header
 	dev, ino uint64
@@ -240,8 +241,8 @@ func replaced(name string) error {
 	return core.Errorf(core.Conflict, guestapi.CodeFileConflict, "unpack %s: something else was put in its place meanwhile; unpack the tar again", core.Clip(name))
 }
 
-// withMade runs fn with an entry that has just been made and has no descriptor. What has another type, another owner or
-// more names than one is not what was made.
+// withMade runs fn with an entry that has just been made and has no descriptor. It fails if the
+// entry has another type, another owner or several names: then something else has taken its place.
 func withMade(root *os.Root, name string, flags int, kind uint32, fn func(f *os.File) error) error {
 	f, st, err := openEntry(root, name, flags)
 	if err != nil {
@@ -253,7 +254,7 @@ func withMade(root *os.Root, name string, flags int, kind uint32, fn func(f *os.
 	return errors.Join(fn(f), f.Close())
 }
 
-// openEntry opens what has the name, and follows no link in its place.
+// openEntry opens an entry by its name, and follows no link.
 func openEntry(root *os.Root, name string, flags int) (*os.File, unix.Stat_t, error) {
 	var st unix.Stat_t
 	dir, err := root.Open(path.Dir(name))

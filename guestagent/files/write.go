@@ -100,7 +100,7 @@ func (s *Server) Put(w http.ResponseWriter, r *http.Request) error {
 		})
 	}
 	if err != nil {
-		_ = c.after(func() error { return os.Remove(f.Name()) }) // it is gone if only the last look has failed
+		_ = c.after(func() error { return os.Remove(f.Name()) }) // it has another name by now if only the last stat has failed
 	}
 	_ = f.Close()
 	if err != nil {

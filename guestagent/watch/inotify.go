@@ -20,12 +20,13 @@ import (
 const (
 	mask = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MODIFY | unix.IN_ATTRIB | unix.IN_MOVED_FROM | unix.IN_MOVED_TO |
 		unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR | unix.IN_EXCL_UNLINK
-	maxEntries  = 10_000 // of a directory that is looked through for directories
+	maxEntries  = 10_000 // of a directory that is searched for subdirectories
 	eventBuffer = 64 << 10
 )
 
-// add watches a directory, and those below it if the watch is recursive. found hears of what is in new directories: it may
-// have been made before they were watched. It is called with the user's rights, and on the goroutine of run or before that.
+// add watches a directory, and those below it if the watch is recursive. found is called for the
+// entries of new directories: they may have been made before the directories were watched. It is
+// called with the user's rights, and on the goroutine of run or before that.
 func (w *Watch) add(path string, flags uint32, found func(path string, dir bool)) error {
 	if len(w.dirs) >= maxDirs || w.text.Load()+int64(len(path)) > maxText {
 		w.incomplete()
@@ -64,15 +65,15 @@ func (w *Watch) add(path string, flags uint32, found func(path string, dir bool)
 	return w.addBelow(path, found)
 }
 
-// addBelow watches the directories in a directory. It follows no links and stays on the file system.
+// addBelow watches the subdirectories of a directory. It follows no links and stays on the file system.
 func (w *Watch) addBelow(path string, found func(path string, dir bool)) error {
 	d, err := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
 		if path == w.root {
-			d, err = os.OpenFile(path, unix.O_DIRECTORY|unix.O_NONBLOCK, 0) // a link to a directory is what was asked for
+			d, err = os.OpenFile(path, unix.O_DIRECTORY|unix.O_NONBLOCK, 0) // the requested path may be a link to a directory
 		}
 		if err != nil {
-			return nil //nolint:nilerr // removed meanwhile, or it may be watched and not listed
+			return nil //nolint:nilerr // it was removed meanwhile, or the user may watch it but not list it
 		}
 	}
 	list, err := d.ReadDir(maxEntries)
@@ -131,7 +132,7 @@ func (w *Watch) run() {
 func (w *Watch) handle(wd int, bits uint32, name string) bool {
 	if bits&unix.IN_Q_OVERFLOW != 0 {
 		w.tell(guestapi.WatchOverflow, w.root, true)
-		w.incomplete() // directories may have been made that nobody heard of
+		w.incomplete() // events of new directories may be lost
 		return true
 	}
 	dir, ok := w.dirs[wd]
@@ -167,7 +168,7 @@ func (w *Watch) handle(wd int, bits uint32, name string) bool {
 	return true
 }
 
-// ofItself handles an event of a watched directory. Its parent tells of it too, if that is watched.
+// ofItself handles an event of a watched directory itself. If its parent is watched, the parent reports it too.
 func (w *Watch) ofItself(dir string, bits uint32) bool {
 	if dir != w.root {
 		return true
@@ -185,8 +186,9 @@ func (w *Watch) ofItself(dir string, bits uint32) bool {
 	return bits&unix.IN_UNMOUNT == 0
 }
 
-// grow watches a directory that has come. What is in a new one is told: it may have been made before the directory was
-// watched. (It may be told twice, because the kernel tells of it too if it was made afterwards.)
+// grow watches a directory that was made or moved here. It reports the entries of a new directory,
+// because they may have been made before the directory was watched. (The kernel reports those that
+// were made afterwards, so an entry may be reported twice.)
 func (w *Watch) grow(path string, fresh bool) {
 	var found func(path string, dir bool)
 	if fresh {

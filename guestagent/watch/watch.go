@@ -72,7 +72,7 @@ func (s *Watches) Create(ctx context.Context, do Do, req guestapi.CreateWatch) (
 	w.info = guestapi.Watch{ID: core.NewID[core.WatchID](), Path: req.Path, Recursive: req.Recursive, User: req.User, CreatedAt: time.Now().UTC()}
 	w.use(1) // so that nobody takes its place meanwhile
 	defer w.use(-1)
-	if err := s.admit(w); err != nil { // before the walk, whose memory is the guest's choice
+	if err := s.admit(w); err != nil { // before the walk: the guest decides how much memory the walk takes
 		return guestapi.Watch{}, errors.Join(err, w.file.Close())
 	}
 	// Changes while the tree is read are events too; run handles them afterwards.
@@ -180,8 +180,8 @@ func (w *Watch) snapshot() guestapi.Watch {
 	return w.info
 }
 
-// Read gives the events behind a number to emit, one after the other. With follow it waits for more until the watch ends.
-// An event of type overflow stands for those that are not kept any more.
+// Read passes the events after a number to emit, one by one. With follow it waits for more until the watch ends.
+// An event of type overflow stands for those that are no longer kept.
 func (s *Watches) Read(ctx context.Context, id core.WatchID, after int64, follow bool, emit func(guestapi.WatchEvent) error) error {
 	w, err := s.find(id)
 	if err != nil {
@@ -269,7 +269,7 @@ func (w *Watch) changed() {
 	}
 }
 
-// end is called once, when nothing is added any more.
+// end is called once, after the last event.
 func (w *Watch) end() {
 	_ = w.file.Close()
 	for wd := range w.dirs {
