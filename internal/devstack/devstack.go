@@ -58,7 +58,7 @@ type Config struct {
 	OnExit    OnExit // empty: Stop
 	// Hurry ends what OnExit says early when it is closed. nil: nobody hurries.
 	Hurry <-chan struct{}
-	Tell  func(string) // says to a person what the end takes; may be nil
+	Tell  func(string) // tells a person what happens at the end; may be nil
 	PGBin string       // directory of PostgreSQL's programs; empty finds them
 }
 
@@ -74,7 +74,7 @@ type Ready struct {
 }
 
 // Run starts everything, calls ready, and runs until ctx ends; then it does with the workspaces what OnExit says. Checkpoints, images and the
-// database stay. It needs root. It takes the addresses first, so that a start that fails on one of them has made nothing.
+// database stay. It needs root. It listens on the addresses first. So a start that fails on one of them leaves nothing behind.
 func Run(ctx context.Context, cfg Config, ready func(Ready) error) (err error) {
 	if err := cfg.Check(); err != nil {
 		return err
@@ -132,7 +132,7 @@ type server struct {
 	on   net.Listener
 }
 
-// Check refuses addresses on which everybody on the network would see the keys, unless asked for.
+// Check refuses addresses on which the keys would be visible on the network, unless PlainHTTP permits it.
 func (cfg Config) Check() error {
 	if err := cfg.checkAddress("listen", cfg.Listen); err != nil || cfg.E2B.Listen == "" {
 		return err
@@ -152,7 +152,7 @@ func (cfg Config) checkAddress(flag, address string) error {
 		"--%[1]s %[2]s: the API would be served in clear, with its keys, to everybody who reaches that address; listen on 127.0.0.1:%[3]s, or say --plain-http if a proxy in front of it speaks TLS", flag, core.Clip(address), core.Clip(port))
 }
 
-// listen takes the addresses. Nothing is served on them before everything is there.
+// listen listens on the addresses. Nothing is served on them before everything runs.
 func (s *stack) listen(ctx context.Context) error {
 	for _, at := range [][2]string{{s.cfg.Listen, "listen"}, {s.cfg.E2B.Listen, "e2b-listen"}} {
 		if at[0] == "" {
@@ -177,7 +177,7 @@ func (s *stack) listen(ctx context.Context) error {
 	return nil
 }
 
-// reachable is the address under which this machine reaches a listener: that of all addresses is none to dial.
+// reachable is the address at which this machine reaches a listener. A client cannot dial the address that stands for all.
 func reachable(a net.Addr) string {
 	if tcp, ok := a.(*net.TCPAddr); ok && tcp.IP.IsUnspecified() {
 		return net.JoinHostPort("127.0.0.1", strconv.Itoa(tcp.Port))

@@ -17,7 +17,7 @@ import (
 // OnExit says what becomes of the running workspaces at the end.
 type OnExit string
 
-// What can become of them.
+// The values of OnExit.
 const (
 	Suspend   OnExit = "suspend"   // checkpointed and stopped: the next start can resume them
 	Terminate OnExit = "terminate" // ended for good; their checkpoints stay
@@ -40,7 +40,7 @@ const (
 	settlePause    = 200 * time.Millisecond // between two looks at what is left
 )
 
-// settle does what OnExit says to the workspaces that run. It ends early when somebody hurries. A workspace that is left is stopped with
+// settle applies OnExit to the running workspaces. It ends early when somebody hurries. A workspace that is left is stopped with
 // its VM.
 func (s *stack) settle(ctx context.Context) {
 	if s.cfg.OnExit != Suspend && s.cfg.OnExit != Terminate {
@@ -73,7 +73,7 @@ type settling struct {
 
 	// mu guards the fields below.
 	mu      sync.Mutex
-	over    map[core.WorkspaceID]bool // what was ended, or cannot be
+	over    map[core.WorkspaceID]bool // workspaces that were ended, or cannot be
 	settled int
 }
 
@@ -82,7 +82,7 @@ func (e *settling) run(ctx context.Context) {
 	for pass := 0; ; pass++ {
 		list, err := e.list(ctx)
 		if err != nil && ctx.Err() == nil {
-			e.log.WarnContext(ctx, "the running workspaces are not known, so they are stopped", "err", err)
+			e.log.WarnContext(ctx, "the running workspaces could not be listed, so they are stopped", "err", err)
 		}
 		list = slices.DeleteFunc(list, func(w controller.Workspace) bool { return e.over[w.ID] })
 		for _, w := range list {

@@ -80,7 +80,7 @@ func serve(ctx context.Context, in io.Reader, out io.Writer) (err error) {
 	return w.obey(ctx, lines(in), answer)
 }
 
-// obey does what the commands say until there are no more.
+// obey runs the commands until there are no more.
 func (w *world) obey(ctx context.Context, commands <-chan string, answer *json.Encoder) error {
 	for {
 		select {
@@ -103,7 +103,7 @@ func (w *world) obey(ctx context.Context, commands <-chan string, answer *json.E
 	}
 }
 
-// lines sends what is read, line by line.
+// lines sends the input, line by line.
 func lines(in io.Reader) <-chan string {
 	out := make(chan string)
 	go func() {

@@ -85,7 +85,7 @@ func (w *world) start(ctx context.Context) error {
 	w.control = controller.New(controller.Config{
 		ClusterID: "sdk", Sole: true, AllowAllEgress: true, Authority: w.authority, Wrapper: w.wrapper, Bootstrap: controller.Bootstrap{Key: w.token},
 		LoopInterval: 50 * time.Millisecond, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second,
-		// A busy machine is not to make the runner look dead.
+		// A busy machine must not make the runner look dead.
 		RunnerLease: time.Hour,
 		Limits:      controller.Limits{Open: lots, FailureDelay: 1, Key: rates, Project: rates},
 	}, store, runners, log)
