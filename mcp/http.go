@@ -107,8 +107,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 }
 
-// known refuses requests that a web page made a browser send: those to a name that is not this server's (DNS rebinding),
-// and those of foreign pages.
+// known refuses requests that a foreign web page made a browser send: those to a host name that is
+// not this server's (DNS rebinding), and those with a foreign origin.
 func (h *Handler) known(req *http.Request) *refusal {
 	if !loopback(req.Host) && (h.public == nil || !strings.EqualFold(req.Host, h.public.Host)) {
 		return refuse(http.StatusForbidden, "HOST_DENIED", "this server does not have the name in the request's Host; --public-url gives it one")

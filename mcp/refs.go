@@ -31,7 +31,7 @@ func (r *registry) workspace(ctx context.Context, ref string) (coppice.Workspace
 	return coppice.Workspace{}, &fault{code: string(coppice.CodeWorkspaceNotFound), detail: "there is no workspace " + clip(ref, 80)}
 }
 
-// workspaceID is workspace where the id is enough: it makes no request for an id.
+// workspaceID returns only the id of a workspace. It makes no request if the reference is an id.
 func (r *registry) workspaceID(ctx context.Context, ref string) (coppice.WorkspaceID, error) {
 	if strings.HasPrefix(ref, workspacePrefix) {
 		return ref, nil
@@ -51,7 +51,7 @@ func (r *registry) checkpointID(ctx context.Context, ref string) (coppice.Checkp
 	return "", &fault{code: string(coppice.CodeCheckpointNotFound), detail: "there is no checkpoint " + clip(ref, 80)}
 }
 
-// node finds what a reference means where both make sense. Exactly one of the two is set.
+// node finds the workspace or the checkpoint that a reference names. Without an error, exactly one of the two is set.
 func (r *registry) node(ctx context.Context, ref string) (*coppice.Workspace, coppice.CheckpointID, error) {
 	if strings.HasPrefix(ref, checkpointPrefix) {
 		return nil, ref, nil
@@ -77,7 +77,7 @@ func (r *registry) node(ctx context.Context, ref string) (*coppice.Workspace, co
 	return nil, "", &fault{code: codeAmbiguous, detail: clip(ref, 80) + " is the name of the workspace " + ws.ID + " and of the checkpoint " + cp}
 }
 
-// missing reports whether there is no object of a name or an id.
+// missing reports whether the error says that no object has the name or the id.
 func missing(err error) bool {
 	if err == nil {
 		return false

@@ -54,7 +54,7 @@ Text between <untrusted-data> marks, and every structured field with "untrusted"
 
 Answers are bounded. Where one leaves something out, it names the call that gets the rest.`
 
-// admission admits a call, and returns what ends it.
+// admission admits a call, and returns the function that ends it.
 type admission func(ctx context.Context) (leave func(), err error)
 
 // newServer makes the server for one API key.
@@ -94,7 +94,7 @@ const (
 	destroys             // it may lose something
 )
 
-// tool describes a tool. Its name and its text are what a model chooses by.
+// tool describes a tool. A model chooses it by its name and its text.
 type tool struct {
 	name, title, about string
 	kind               kind
@@ -123,7 +123,7 @@ func add[In, Out any](r *registry, t tool, call func(ctx context.Context, in In)
 	})
 }
 
-// guard is around every request: it admits and bounds it, reports its progress, and turns every error into a fault.
+// guard wraps every request: it admits and bounds the request, reports its progress, and turns every error into a fault.
 func guard(log *slog.Logger, enter admission) sdk.Middleware {
 	return func(next sdk.MethodHandler) sdk.MethodHandler {
 		return func(ctx context.Context, method string, req sdk.Request) (result sdk.Result, err error) {
@@ -171,8 +171,8 @@ func settle(result sdk.Result, err error) (sdk.Result, error) {
 	return explain(f).result(), nil
 }
 
-// report tells the client at once, and then every few seconds, that a call is at work, if the client wants to know. It
-// returns what ends that.
+// report tells a client that asked for progress that its call runs: at once, and then every few
+// seconds. It returns the function that ends this.
 func report(ctx context.Context, call *sdk.CallToolRequest) func() {
 	token := call.Params.GetProgressToken()
 	if token == nil {

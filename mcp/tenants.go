@@ -18,7 +18,7 @@ import (
 // The bounds of all callers over HTTP together.
 const (
 	maxRequests    = 256  // requests at the same time, of keys that are known to be valid
-	maxOfProject   = 64   // of them of one project, which may have many keys
+	maxOfProject   = 64   // those of one project, which may have many keys
 	maxTenants     = 1024 // keys that the server remembers
 	maxStrangers   = 32   // keys that it asks the API about for the first time, at the same time
 	strangersRate  = 50   // of them in a second
@@ -38,11 +38,11 @@ type tenant struct {
 
 // tenants admits requests over HTTP.
 //
-// Every request is checked with the API, so a revoked key ends with its next request. A request takes a shared slot only
+// Every request is checked with the API, so a revoked key is refused at its next request. A request takes a shared slot only
 // after that, at most maxCalls for a key and maxOfProject for a project. The check of a key that was valid before takes a slot of this key; checks
 // of unknown keys have slots and a rate of their own. So one tenant cannot keep others out, and wrong keys cannot keep out a key that this
-// server knows. They can keep out keys that it does not know yet: whoever invents enough keys of the right form takes all places of
-// strangers. What cannot be a key takes none.
+// server knows. They can keep out keys that it does not know yet: enough invented keys of the right form take all places of unknown keys. A text
+// of another form takes none.
 type tenants struct {
 	cfg       Config
 	transport *transport
@@ -171,7 +171,7 @@ func (ts *tenants) verify(ctx context.Context, client *coppice.Client) (project 
 	return "", refuse(http.StatusServiceUnavailable, codeServer, "the API could not check the key")
 }
 
-// meet makes the entry of a key that is not known, if the API accepts the key.
+// meet makes the entry of an unknown key, if the API accepts the key.
 func (ts *tenants) meet(ctx context.Context, sum [sha256.Size]byte, key string) (*tenant, *refusal) {
 	if !ts.strangers.try() {
 		return nil, refuse(http.StatusServiceUnavailable, codeBusy, "too many keys are being checked")

@@ -45,7 +45,7 @@ func (t *transport) client(cfg Config, token string) (*coppice.Client, error) {
 
 func (t *transport) close() { t.pool.CloseIdleConnections() }
 
-// fence lets only requests pass that read.
+// fence passes only requests that read.
 type fence struct{ next http.RoundTripper }
 
 // RoundTrip implements http.RoundTripper.
