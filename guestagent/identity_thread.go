@@ -128,7 +128,7 @@ const noID = 1<<32 - 1
 // order matters: the last call removes the rights that the others need.
 func become(cred *syscall.Credential) error {
 	if cred.Uid == noID || cred.Gid == noID {
-		return errors.New("the kernel would not change to this id")
+		return errors.New("the kernel treats this id as no change")
 	}
 	var groups unsafe.Pointer
 	if len(cred.Groups) > 0 {
