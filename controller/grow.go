@@ -50,7 +50,7 @@ type planting struct {
 	project core.ProjectID
 	runners []Runner    // one for each name
 	names   []string    // empty ones are made up
-	like    Workspace   // what they have in common
+	like    Workspace   // the fields that they have in common
 	source  *Checkpoint // the checkpoint that they grow from; nil: they are made from an image and begin a tree
 	attempt int         // 0: hostnames are the names of the workspaces
 	ttl     time.Duration
@@ -205,7 +205,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 	if err != nil {
 		return err
 	}
-	var gone []core.SandboxID // of workspaces that were terminated while they were grown, and what a runner may have grown that could not say so
+	var gone []core.SandboxID // of workspaces that were terminated while they were grown; and those that a runner may have grown without being able to report it
 	for i, child := range t.result.Children {
 		if child.Workspace != nil && child.Workspace.RulesPending() {
 			c.grants.Wake()
@@ -306,7 +306,7 @@ func reseals(t *Task, plan *forkPlan, got []grownChild) []ResealRecord {
 	return list
 }
 
-// failGrown ends a fork of which no child, or under all_or_nothing not every child, became ready.
+// failGrown ends a fork that failed: no child became ready, or not every child did under all_or_nothing.
 func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild) error {
 	var first *runnerapi.Problem
 	var grown []core.SandboxID

@@ -8,10 +8,11 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// kind is one kind of operation. A value of it is the input of an operation, and its row keeps the exported fields as JSON. The other fields
-// are what the admission knows already; they are empty in an operation that is resumed.
+// kind is one kind of operation. A value of it is the input of an operation, and its row keeps the
+// exported fields as JSON. The admission sets the other fields, which are empty in an operation
+// that is resumed.
 type kind interface {
-	// work does it. It ends the operation itself, by Task.finish or fail. An error means that it did not end it: then the operation is
+	// work carries out the operation, and ends it by Task.finish or fail. An error means that it did not end it: then the operation is
 	// abandoned, unless another controller has it now or this one stops.
 	work(ctx context.Context, t *Task) error
 	// made is what the admission has inserted.
@@ -88,7 +89,7 @@ func (o Operation) Workspaces() []core.WorkspaceID {
 	return ids
 }
 
-// madeNothing is a part of kinds that insert and change nothing that must be taken back.
+// madeNothing is embedded in kinds that insert nothing and change nothing that must be taken back.
 type madeNothing struct{}
 
 func (madeNothing) made() made { return made{} }

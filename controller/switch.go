@@ -21,7 +21,7 @@ type restorePlan struct {
 	workspace Workspace // in its old epoch and sandbox
 	next      Sandbox
 	source    Checkpoint
-	loaded    bool // see forkPlan
+	loaded    bool // as in forkPlan
 }
 
 func (in *switchInput) made() made { return made{next: in.Next} }

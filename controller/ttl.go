@@ -17,7 +17,7 @@ const (
 
 // TTLTx has the statements for workspaces that are suspended at the end of their time.
 type TTLTx interface {
-	// ClaimOverdue returns ready workspaces to suspend whose time is up, at most each of one project. It is due again after growing pauses.
+	// ClaimOverdue returns ready workspaces to suspend whose time is up, at most each of one project. A workspace is due again after growing pauses.
 	ClaimOverdue(ctx context.Context, each, limit int) ([]Workspace, error)
 	// Overdue reports whether a ready workspace is to be suspended because its time is up. Pauses do not count.
 	Overdue(ctx context.Context, id core.WorkspaceID) (bool, error)
@@ -36,7 +36,7 @@ func MaySuspendAtTTL(ctx context.Context) error {
 	return nil
 }
 
-// mayChangeTTL refuses a change that has a workspace suspended at a time that the key chooses, to a key that may not suspend.
+// mayChangeTTL refuses to let a key without the right to suspend choose the time at which a workspace is suspended.
 func mayChangeTTL(ctx context.Context, w Workspace, p WorkspacePatch) error {
 	if w.Rest.OnTTL != IdleSuspend || p.TTL == nil && p.OnTTL == "" {
 		return nil
@@ -44,8 +44,9 @@ func mayChangeTTL(ctx context.Context, w Workspace, p WorkspacePatch) error {
 	return MaySuspendAtTTL(ctx)
 }
 
-// suspendOverdue suspends workspaces whose time is up and that ask for it. A suspension obeys the quotas of its project, as any other
-// does. One that fails leaves the workspace running; it is tried again after a pause.
+// suspendOverdue suspends workspaces whose time is up, if their policy says so. Such a suspension
+// obeys the quotas of its project, like any other. If it fails, the workspace keeps running, and
+// the suspension is tried again after a pause.
 func (c *Controller) suspendOverdue(ctx context.Context) error {
 	due, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.ClaimOverdue(ctx, overdueOfProject, overdueBatch) })
 	if err != nil {

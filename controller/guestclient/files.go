@@ -9,7 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
-// What the guest agent says of files, and what it is asked to change. guestagent/guestapi defines it; a test compares the two.
+// The guest agent's messages about files. guestagent/guestapi defines them; a test compares the two.
 type (
 	// File describes a path.
 	File struct {

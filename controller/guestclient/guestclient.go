@@ -80,7 +80,7 @@ func New(cfg Config) *Client {
 // Transport returns the way to the agent of a sandbox.
 func (c *Client) Transport(s model.Sandbox) http.RoundTripper { return c.cfg.Guest(s.Endpoint, s.ID) }
 
-// Used is how many bytes of guests' answers are held now, and how many answers were refused for want of room.
+// Used is how many bytes of guests' answers are held now, and how many answers were refused because there was no room.
 func (c *Client) Used() (held int, refused int64) { return c.bytes.Used() }
 
 // Start starts the program of a session. The agent starts only one program per id, however often it is asked: CodeSessionExists.

@@ -28,7 +28,7 @@ func (c *Client) roomFor(ctx context.Context, account *boundjson.Account, n int)
 	defer cancel()
 	for !account.Reserve(n) {
 		if pace.Pause(limit, roomPause) != nil {
-			return context.Cause(ctx) // nil when the caller still waits: then it is read as far as there is room, as other answers are
+			return context.Cause(ctx) // nil while the caller still waits: then the answer is read as far as there is room, like other answers
 		}
 	}
 	return nil

@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
-// What the guest agent says of watches. guestagent/guestapi defines it; a test compares the two.
+// The guest agent's messages about watches. guestagent/guestapi defines them; a test compares the two.
 type (
 	// Watch is a watch on a directory.
 	Watch struct {

@@ -56,7 +56,7 @@ type Check func(ctx context.Context, tx CheckTx) error
 type Config struct {
 	Interval time.Duration // between two records of use
 	Sessions func(ctx context.Context, s model.Sandbox) (running bool, err error)
-	// Suspend and Terminate begin what they say, in a transaction that runs the check.
+	// Suspend and Terminate begin to suspend or terminate a workspace, in a transaction that runs the check.
 	Suspend   func(ctx context.Context, w model.Workspace, still Check) error
 	Terminate func(ctx context.Context, w model.Workspace, still Check) error
 	Log       *slog.Logger

@@ -15,8 +15,8 @@ import (
 const maxManifests = 4
 
 // checkManifest reads the manifest that a runner wants to commit and compares it with the checkpoint's row. Other runners are told of
-// this manifest by its digest, so what it says of the project, the image, the class and the sizes must be what the controller knows, and
-// it may name no object that the checkpoint does not need.
+// this manifest by its digest, so its project, image, class and sizes must be those that the controller knows, and it must not name
+// an object that the checkpoint does not need.
 func (s *Sealer) checkManifest(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
 	var at Attempt
 	var cp model.Checkpoint
@@ -79,7 +79,7 @@ func checkHeader(cp model.Checkpoint, h manifest.Header, in runnerapi.CommitSeal
 	}
 	for _, image := range h.Images {
 		if bytes, known := most[image.Name]; !known || image.Bytes > bytes {
-			return bad("its image %q of %d bytes is larger than it can be, or none that a checkpoint has", core.Clip(image.Name), image.Bytes)
+			return bad("its image %q of %d bytes is too large, or is not an image of a checkpoint", core.Clip(image.Name), image.Bytes)
 		}
 	}
 	needed := make(map[string]bool, len(in.Needs)+1)
@@ -92,12 +92,12 @@ func checkHeader(cp model.Checkpoint, h manifest.Header, in runnerapi.CommitSeal
 	}
 	for _, o := range h.Objects {
 		if bytes, own := written[o.Key]; !needed[o.Key] || own && bytes != o.Bytes {
-			return bad("it names the object %q, which its runner does not say that it needs, or of another size", core.Clip(o.Key))
+			return bad("it names the object %q, but its runner named no such object, or one of another size", core.Clip(o.Key))
 		}
 	}
 	for _, s := range h.Shared {
 		if !needed[s.Key] {
-			return bad("it shares nodes with %q, which its runner does not say that it needs", core.Clip(s.Key))
+			return bad("it shares nodes with %q, but its runner named no such object", core.Clip(s.Key))
 		}
 	}
 	return nil

@@ -241,7 +241,7 @@ func checkCommit(at Attempt, in runnerapi.CommitSeal) error {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "seal of checkpoint "+string(at.Checkpoint)+": "+format, a...)
 	}
 	if in.Stored.CheckpointID != at.Checkpoint {
-		return bad("it is of another checkpoint, %s", core.Clip(string(in.Stored.CheckpointID)))
+		return bad("it belongs to another checkpoint, %s", core.Clip(string(in.Stored.CheckpointID)))
 	}
 	if _, err := core.ParseDigest(string(in.Stored.Digest)); err != nil {
 		return err
@@ -272,7 +272,7 @@ func checkEncrypted(ctx context.Context, tx Tx, at Attempt, in runnerapi.CommitS
 	}
 	for _, o := range in.Written {
 		if !envelope.Encrypted(o.Key) {
-			return core.Errorf(core.Invalid, core.CodeInvalidField, "seal of checkpoint %s: object %s is in clear and project %s encrypts; the next attempt does, unless the runner is of an older version", at.Checkpoint, o.Key, p.ID)
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "seal of checkpoint %s: object %s is in clear, but project %s encrypts; the next attempt encrypts, unless the runner is of an older version", at.Checkpoint, o.Key, p.ID)
 		}
 	}
 	return nil

@@ -12,7 +12,7 @@ import (
 // Quota bounds the rows of sessions.
 type Quota struct {
 	Workspace int // of one workspace; default 1024
-	Project   int // of one project, as last counted (every minute), or as many as all the workspaces that it may have, if that is more; default 200,000
+	Project   int // of one project, by the last count (one a minute); default 200,000. The rows of all the workspaces that it may have are always allowed
 }
 
 // WithDefaults replaces zero values by the defaults.
@@ -39,7 +39,7 @@ const (
 	settledAfter  = time.Minute // a younger row may be of a session that is about to start
 )
 
-// MaxSessionsCounted is how many rows of a project are counted: one project with more than that must not take all the time.
+// MaxSessionsCounted is how many rows of a project are counted: a project with more rows must not take all the time of the count.
 const MaxSessionsCounted = 10_000_000
 
 // Sweep removes the rows of sessions whose machine has ended some time ago.

@@ -18,12 +18,12 @@ import (
 
 // Data is the result of one request that reads a part of the stored data.
 type Data struct {
-	Checkpoints int   // that were looked at to their end
-	Remaining   int   // that were not looked at yet
+	Checkpoints int   // that were checked completely
+	Remaining   int   // that were not checked yet
 	Frames      int64 // that were read
 	Bytes       int64 // of them
 	Problems    []Problem
-	Next        string // with what to go on; empty when there is no more
+	Next        string // where the next request continues; empty at the end
 }
 
 // Problem is an object that differs from what was stored, or is missing.
@@ -31,8 +31,8 @@ type Problem struct {
 	Object      string
 	Code        core.Code
 	Message     string
-	Checkpoints []core.CheckpointID // the first of those that need it
-	Needed      int                 // by how many
+	Checkpoints []core.CheckpointID // the first checkpoints that need it
+	Needed      int                 // how many checkpoints need it
 }
 
 // What bounds a request.
@@ -47,7 +47,7 @@ const (
 
 // dataCursor says where a request continues.
 type dataCursor struct {
-	Checkpoint core.CheckpointID `json:"c"` // the last one that was looked at
+	Checkpoint core.CheckpointID `json:"c"` // the last one that was checked
 	snapshotstore.Position
 }
 
@@ -83,8 +83,9 @@ func (d *dataCheck) keep(next string, part snapshotstore.Part, c *keyedChecker) 
 	d.next, d.part, d.checker = next, part, c
 }
 
-// CheckStoreData reads and verifies sealed checkpoints for a few seconds: every manifest, and the frames of one part. next comes from the answer
-// of the request before; it is empty at the beginning. Objects that are deleted meanwhile are no problem.
+// CheckStoreData reads and verifies sealed checkpoints for a few seconds: every manifest, and the
+// frames of one part. next comes from the previous answer; it is empty at the beginning. Objects
+// that are deleted meanwhile are no problem.
 func (c *Checker) CheckStoreData(ctx context.Context, part snapshotstore.Part, next string) (Data, error) {
 	var out Data
 	if c.blobs == nil {
@@ -130,7 +131,7 @@ func (c *Checker) CheckStoreData(ctx context.Context, part snapshotstore.Part, n
 	return out, err
 }
 
-// checkSome looks at the next checkpoints and says how many of them it has finished, and whether they were the last.
+// checkSome checks the next checkpoints. It returns how many it has finished, and whether they were the last.
 func (c *Checker) checkSome(ctx context.Context, checker *keyedChecker, at *dataCursor, until time.Time) (faults []snapshotstore.Fault, n int, done bool, err error) {
 	within := at.Position != (snapshotstore.Position{})
 	list, err := inSystem(ctx, c.store, func(tx Tx) ([]runnerapi.Stored, error) {
@@ -210,7 +211,7 @@ func parseDataCursor(s string) (d dataCursor, err error) {
 		_, err = core.ParseID[core.CheckpointID](string(d.Checkpoint))
 	}
 	if err != nil {
-		return d, core.Wrapf(err, core.Invalid, core.CodeInvalidField, "after: it is not what an earlier answer gave as next")
+		return d, core.Wrapf(err, core.Invalid, core.CodeInvalidField, "after: it is not the next of an earlier answer")
 	}
 	return d, nil
 }

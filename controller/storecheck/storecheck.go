@@ -16,7 +16,7 @@ import (
 
 // Report compares the rows with the store.
 type Report struct {
-	Objects   int   // with a row, that are there
+	Objects   int   // with a row and in the store
 	Bytes     int64 // of these
 	Uploading int   // objects of attempts under way
 	Debris    int   // objects that the next collections remove, condemned ones too

@@ -42,11 +42,11 @@ type Garbage struct {
 	Waiting       int   // objects whose grace is not over
 	Objects       int   // deleted
 	Bytes         int64 // of these
-	Debris        int   // attempts that were given up, and have nothing left
+	Debris        int   // attempts that were given up and have no objects left
 	DebrisWaiting int   // those whose grace is not over
-	DebrisObjects int   // deleted of such attempts
+	DebrisObjects int   // deleted objects of such attempts
 	DebrisBytes   int64
-	More          bool // the time was over before the work was
+	More          bool // the time ended before the work
 }
 
 // Store runs transactions that see the objects of all projects. Package controller/postgres has the methods of Tx.

@@ -46,7 +46,7 @@ func (im *importing) describe(name string) error {
 		return badImport("it does not say when it was captured")
 	}
 	if _, err := core.ParseDigest(string(h.GuestImage)); err != nil || !plain(im.file.Export.ImageName) {
-		return badImport("it does not say of what image it is")
+		return badImport("it does not name its image")
 	}
 	record, err := recordIn(h.Record)
 	if err != nil {
@@ -59,7 +59,7 @@ func (im *importing) describe(name string) error {
 		ID: core.NewID[core.CheckpointID](), ProjectID: im.project, Kind: model.KindUser, Name: name, Resources: h.Resources, Class: &class,
 		Image:    model.ImageRef{Name: im.file.Export.ImageName, Digest: im.file.Content(runnerapi.ImageRoot)},
 		Imported: &model.Imported{CheckpointID: h.CheckpointID, Image: h.GuestImage, CapturedAt: captured},
-		// No image of this cluster has its root file system: that is charged with the disk.
+		// No image of this cluster has its root file system, which is therefore charged with the disk.
 		DeltaBytes: im.inUse(runnerapi.ImageMemory), DiskBytes: im.inUse(runnerapi.ImageDisk) + im.inUse(runnerapi.ImageRoot),
 		DeviceStateBytes: im.file.Image(runnerapi.ImageState).Size(),
 		PauseMS:          record.PauseMS, Timings: record.Timings, StaleProcesses: record.Processes,
@@ -97,7 +97,7 @@ func (im *importing) checkImages() error {
 	}
 	for _, image := range h.Images {
 		if _, known := sizes[image.Name]; !known {
-			return badImport("it has an image %q, which no checkpoint has", core.Clip(image.Name))
+			return badImport("it has an image %q, and no checkpoint has such an image", core.Clip(image.Name))
 		}
 	}
 	return nil
@@ -107,10 +107,10 @@ func (im *importing) checkImages() error {
 func recordIn(b json.RawMessage) (runnerapi.StoredRecord, error) {
 	r, whole, err := runnerapi.DecodeRecord(b)
 	if err != nil {
-		return r, badImport("what it says of its capture cannot be read")
+		return r, badImport("its record of the capture cannot be read")
 	}
 	if !whole || r.PauseMS < 0 {
-		return r, badImport("what it says of its capture cannot be")
+		return r, badImport("its record of the capture has invalid values")
 	}
 	r.ParentReseal = nil
 	for i := range r.Timings {
