@@ -164,7 +164,7 @@ func TestTrashThatCannotBeRead(t *testing.T) {
 	if err := errors.Join(os.Remove(record), os.Mkdir(record, 0o700)); err != nil { // so that root cannot read it either
 		t.Fatal(err)
 	}
-	if _, err := New(t.Context(), r.cfg); err == nil || !strings.Contains(err.Error(), "see to the disk") {
+	if _, err := New(t.Context(), r.cfg); err == nil || !strings.Contains(err.Error(), "check the disk") {
 		t.Errorf("a runner that cannot read its trash starts: %v", err)
 	}
 	if _, there := r.inTrash()[id]; !there {

@@ -134,7 +134,7 @@ func (b *Rebaser) Forget(id core.CheckpointID) {
 	b.mu.Unlock()
 }
 
-// baseRoom is how many bytes bases may take: of the disk, and of memory where each is a memfd.
+// baseRoom is how many bytes bases may take: of the disk, and also of memory if each base is a memfd.
 func (b *Rebaser) baseRoom() (int64, error) {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(b.cfg.DataDir, &fs); err != nil {

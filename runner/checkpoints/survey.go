@@ -57,7 +57,7 @@ func (s *Store) Survey(id core.CheckpointID) (out Survey, known bool, err error)
 	}
 	defer f.Close()
 	if err := boundjson.Decode(f, boundSurvey, nil, &out); err != nil {
-		return Survey{}, false, core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "what the guest of checkpoint %s said of itself cannot be read", id)
+		return Survey{}, false, core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "the guest's survey in checkpoint %s cannot be read", id)
 	}
 	return out, true, nil
 }

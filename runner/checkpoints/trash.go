@@ -168,7 +168,7 @@ func (s *Store) readTrash() error {
 		rec, err := readRecord(filepath.Join(s.trashDir, e.Name()))
 		switch {
 		case err != nil:
-			return fmt.Errorf("read the record of checkpoint %s in the trash: %w; see to the disk, or remove %s if the checkpoint is not needed",
+			return fmt.Errorf("read the record of checkpoint %s in the trash: %w; check the disk, or remove %s if the checkpoint is not needed",
 				core.Clip(e.Name()), err, filepath.Join(s.trashDir, e.Name()))
 		case rec != nil && string(rec.ID) == e.Name():
 			s.trash[rec.ID] = Trashed{rec, bootclock.Now() + trashGrace}

@@ -45,7 +45,7 @@ type Config struct {
 	// Enter counts an operation of the runner until leave is called. It fails when the runner takes no work.
 	Enter    func() (leave func(), err error)
 	Life     context.Context //nolint:containedctx // the lifetime of the runner
-	Stopping error           // the error of what the end of the runner cuts short
+	Stopping error           // the error of work that the end of the runner interrupts
 	Log      *slog.Logger
 }
 

@@ -121,7 +121,7 @@ func (f *Fetcher) LeastUsed(budget int64, but ...core.CheckpointID) (_ core.Chec
 	}).ID, true
 }
 
-// neededCopies are the checkpoints that are useful for something on this host.
+// neededCopies are the checkpoints that something on this host needs.
 func (f *Fetcher) neededCopies(list []*checkpoints.Record) map[core.CheckpointID]bool {
 	needed := make(map[core.CheckpointID]bool)
 	for _, s := range f.cfg.Sandboxes() {

@@ -15,7 +15,7 @@ import (
 // with them. It does not matter which request brought the copy and what that request expected.
 
 // errUnfit says that nothing may use the copy on this host.
-var errUnfit = errors.New("the copy is not to be used")
+var errUnfit = errors.New("the copy must not be used")
 
 func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
 	return manifest.Claim{

@@ -72,7 +72,7 @@ type Config struct {
 	// Wake reports to the controller at once.
 	Wake     func()
 	Life     context.Context //nolint:containedctx // the lifetime of the runner
-	Stopping error           // the error of what the end of the runner cuts short
+	Stopping error           // the error of work that the end of the runner interrupts
 	Log      *slog.Logger
 }
 
@@ -89,7 +89,7 @@ func New(cfg Config) *Fetcher { return &Fetcher{cfg: cfg, metrics: newMetrics()}
 // fetch fetches a checkpoint from the store, unless it is on this host. From then on it is one of the host's checkpoints. All data from the
 // store is verified before it is used. The first of sources is the checkpoint's place in the store, the others are the places of ancestors,
 // and the last one is the root of its tree. The root is fetched first: its memory becomes the base that all checkpoints of the tree share on
-// this host. want is what the manifest must say; it is nil if this is not known.
+// this host. want has the fields that the manifest must have; it is nil if they are not known.
 func (f *Fetcher) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	if _, err := f.cfg.Checkpoints.Find(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || f.cfg.Blobs == nil {
 		return nil // it is here; if it is not, open reports that
@@ -171,7 +171,7 @@ func (f *Fetcher) fetchNow(ctx context.Context, sources []runnerapi.Stored, want
 func recordOf(s *snapshotstore.Snapshot) (*checkpoints.Record, error) {
 	h := s.Header()
 	bad := func(what string) error {
-		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says nothing usable of %s", h.CheckpointID, what)
+		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has no valid description of %s", h.CheckpointID, what)
 	}
 	for _, name := range []string{runnerapi.ImageMemory, runnerapi.ImageDisk, runnerapi.ImageState, runnerapi.ImageRoot} {
 		if s.Image(name) == nil {
@@ -191,7 +191,7 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpoints.Record, error) {
 		return nil, bad("its device state")
 	}
 	if said := s.Image(runnerapi.ImageSurvey); said != nil && said.Size() > runnerapi.MaxDeviceState {
-		return nil, bad("what its guest was")
+		return nil, bad("its guest")
 	}
 	captured, err := time.Parse(time.RFC3339Nano, h.CapturedAt)
 	if err != nil {

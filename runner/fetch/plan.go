@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// fetchPlan lists the parts of a fetch with the bytes that each will write. It is made before anything is written.
+// fetchPlan lists the parts of a fetch and the bytes that each will write. It is complete before the first write.
 type fetchPlan struct {
 	near    bool           // the memory is compared with the memory of an ancestor on this host
 	changed []manifest.Run // the result of this comparison

@@ -56,11 +56,11 @@ func (f *Fetcher) Reserve(ctx context.Context, id core.CheckpointID, bytes int64
 	}
 }
 
-// plenty is an amount of free disk at which nobody needs to know how much more could be freed.
+// plenty is so much free disk that it does not matter how much more could be freed.
 const plenty = 32 << 30
 
-// Freeable is how many bytes of disk may be written, counting the copies that would make room. A runner whose disk is full of
-// them has room for forks.
+// Freeable is how many bytes of disk may be written, counting the copies that can be removed. A
+// runner whose disk is full of such copies has room for forks.
 func (f *Fetcher) Freeable() (int64, error) {
 	free, err := f.cfg.Room.Free()
 	if err != nil || free >= plenty {
@@ -68,7 +68,7 @@ func (f *Fetcher) Freeable() (int64, error) {
 	}
 	most, err := f.MostFreed()
 	if err != nil {
-		return 0, fmt.Errorf("find out what unused copies take of the disk: %w", err)
+		return 0, fmt.Errorf("measure how much disk unused copies take: %w", err)
 	}
 	return min(free+min(most, plenty), plenty), nil
 }

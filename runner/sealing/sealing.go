@@ -68,7 +68,7 @@ type Config struct {
 	DataDir     string
 	Blobs       blob.Blobs                             // the store, with its keys; nil: there is none
 	Keys        *envelope.Ring                         // gets the keys that the controller gives for an attempt
-	Throttle    func(ctx context.Context, n int) error // is asked before n bytes are sent; nil: never
+	Throttle    func(ctx context.Context, n int) error // is called before n bytes are sent; nil: no limit
 	Checkpoints *checkpoints.Store
 	Bases       Bases
 	Roots       Roots
