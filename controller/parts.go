@@ -157,7 +157,7 @@ type (
 // MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.
 const MaxStoreParts = storecheck.MaxParts
 
-// What bounds sessions, and the state of one that has ended.
+// The bounds of sessions, and the state of a session that has ended.
 const (
 	MaxOutput          = guestclient.MaxOutput
 	MaxInherited       = sessions.MaxInherited

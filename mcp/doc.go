@@ -7,9 +7,9 @@
 //
 // # Two rules
 //
-// What comes from inside a workspace (output, files, names of files, errors) is data of somebody
-// else. Every answer marks it as untrusted (see guest.go), and this package never acts on it: one
-// call of a tool makes the API calls that its arguments name, and no others.
+// Data from inside a workspace (output, files, names of files, errors) is untrusted. Every answer
+// marks it so (see guest.go), and this package never acts on it: one call of a tool makes the API
+// calls that its arguments name, and no others.
 //
 // Every answer is bounded. An answer that leaves something out says which call gets the rest.
 package mcp

@@ -39,7 +39,7 @@ var hints = map[string]string{
 	codeArguments:          "Correct the arguments; the tool's input schema describes them.",
 	codeAmbiguous:          "Give the id instead of the name.",
 	codeBusy:               "Wait for a call of yours to end, then repeat this one.",
-	codeTimeout:            "What the server began goes on. Look with workspace_list or tree before you repeat the call.",
+	codeTimeout:            "The server continues the work. Look with workspace_list or tree before you repeat the call.",
 	codeServer:             "Coppice does not answer. Tell the user; `coppice doctor` and the server's log say more.",
 	codeInternal:           "Repeat the call once. If it fails again, tell the user; the server's log has the cause.",
 	codeReadOnly:           "This server only reads. Ask the user to start it without --read-only.",

@@ -131,8 +131,8 @@ func (r *registry) exec(ctx context.Context, in execIn) (sessionView, string, er
 	return v, v.line() + "\n" + v.Stdout.text(s.ID, coppice.Stdout) + v.Stderr.text(s.ID, coppice.Stderr), nil
 }
 
-// wait waits for the end of a session, but not longer than it may. A call that its client cancels ends the program, so
-// that nothing is left that nobody knows of.
+// wait waits for the end of a session, but not longer than it may. If the client cancels the call,
+// the program is killed: the client does not know its session.
 func (r *registry) wait(ctx context.Context, s coppice.Session, patience time.Duration) (coppice.Session, error) {
 	waiting, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -163,7 +163,7 @@ func (r *registry) read(ctx context.Context, s coppice.Session, stream string, o
 		total = s.StderrBytes
 	}
 	if offset > total {
-		return nil, invalid("%s has %d bytes so far; offset %d is behind its end", stream, total, offset)
+		return nil, invalid("%s has %d bytes so far; offset %d is after its end", stream, total, offset)
 	}
 	o, err := r.client.SessionOutput(ctx, s.ID, stream, offset, follow)
 	if err != nil {
@@ -189,7 +189,7 @@ func (r *registry) read(ctx context.Context, s coppice.Session, stream string, o
 	return v, nil
 }
 
-// text is a piece of output for a model, with what it leaves out.
+// text is a piece of output for a model, with a note of what it leaves out.
 func (v *streamView) text(session, stream string) string {
 	var b strings.Builder
 	if v.LostBytes > 0 {

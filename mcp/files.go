@@ -92,7 +92,7 @@ func (r *registry) readFile(ctx context.Context, in fileReadIn) (fileReadOut, st
 	}
 	defer body.Close()
 	if in.Offset > info.Size {
-		return out, "", invalid("the file has %d bytes; offset %d is behind its end", info.Size, in.Offset)
+		return out, "", invalid("the file has %d bytes; offset %d is after its end", info.Size, in.Offset)
 	}
 	if _, err := io.CopyN(io.Discard, body, in.Offset); err != nil {
 		return out, "", fmt.Errorf("read up to offset %d: %w", in.Offset, err)

@@ -75,8 +75,9 @@ func (s *sandbox) recordPorts() error {
 	return s.record(func(j *sandboxJournal) { j.Ports = ports })
 }
 
-// dialPort connects to a port of the guest. The socket is made inside the sandbox's namespace and used from outside. Where nobody listens
-// on the guest's address, the agent connects to its loopback, where most development servers listen.
+// dialPort connects to a port of the guest. The socket is made inside the sandbox's namespace and
+// used from outside. If nobody listens on the guest's address, the agent connects to its loopback,
+// where most development servers listen.
 func (s *sandbox) dialPort(ctx context.Context, port int) (net.Conn, error) {
 	conn, err := s.ns.Dial(ctx, "tcp", netip.AddrPortFrom(s.info.Identity.IP, uint16(port)).String())
 	if err == nil || !errors.Is(err, syscall.ECONNREFUSED) {

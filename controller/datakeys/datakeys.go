@@ -183,7 +183,7 @@ func (k *Keeper) unwrap(ctx context.Context, wanted map[projectKey]bool) (map[pr
 	}
 	for id := range wanted {
 		if _, there := out[id]; !there {
-			return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "key %d of project %s was destroyed, and what is encrypted with it cannot be read any more", id.version, id.project)
+			return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "key %d of project %s was destroyed; data that is encrypted with it can no longer be read", id.version, id.project)
 		}
 	}
 	return out, nil

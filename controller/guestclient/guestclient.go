@@ -1,5 +1,5 @@
-// Package guestclient asks the agent in a guest, through the guest's runner. Whatever a guest answers is
-// untrusted: each answer has a bound, and the answers of all guests of a project share one.
+// Package guestclient asks the agent in a guest, through the guest's runner. The answers of guests
+// are untrusted: each has a bound, and the answers of all guests of a project share another bound.
 package guestclient
 
 import (
@@ -219,7 +219,7 @@ var relayed = map[core.Code]bool{
 
 var codeForm = regexp.MustCompile(`^[A-Z][A-Z0-9_]{1,63}$`)
 
-// Problem turns an answer of 300 or more, of a runner or of an agent behind it, into an error. It reads the body and does
+// Problem turns an answer with a status of 300 or more, from a runner or from an agent behind it, into an error. It reads the body and does
 // not close it.
 func Problem(res *http.Response) error {
 	var p runnerapi.Problem

@@ -9,7 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// featureSignalTarget is the agent's name of what a signal with a target needs.
+// featureSignalTarget is the agent's name of the feature that a signal with a target needs.
 const featureSignalTarget = "signal_target"
 
 type (

@@ -14,9 +14,10 @@ import (
 // maxManifests bounds the manifests that are compared with rows at the same time: each takes up to twice manifest.MaxBytes of memory.
 const maxManifests = 4
 
-// checkManifest reads the manifest that a runner wants to commit and compares it with the checkpoint's row. Other runners are told of
-// this manifest by its digest, so its project, image, class and sizes must be those that the controller knows, and it must not name
-// an object that the checkpoint does not need.
+// checkManifest reads the manifest that a runner wants to commit and compares it with the
+// checkpoint's row. Other runners get the digest of this manifest and believe it, so its project,
+// image, class and sizes must be those that the controller knows, and it must not name an object
+// that the checkpoint does not need.
 func (s *Sealer) checkManifest(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
 	var at Attempt
 	var cp model.Checkpoint

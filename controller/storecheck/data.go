@@ -35,7 +35,7 @@ type Problem struct {
 	Needed      int                 // how many checkpoints need it
 }
 
-// What bounds a request.
+// The bounds of a request.
 const (
 	storeDataTime  = 5 * time.Second
 	storeDataBatch = 16 // checkpoints between two looks at the rows

@@ -61,7 +61,9 @@ func parseMode(m string) (int64, error) {
 	return int64(v), nil
 }
 
-// Put unpacks a tar, or writes a file. Unless it is to be written in place, it writes a temporary file beside its target and renames it, so that nobody ever sees a partial file.
+// Put unpacks a tar, or writes a file: in place if the request says so, else to a temporary file
+// beside the target. Put renames the temporary file when it is complete, so nobody ever sees a
+// partial file.
 func (s *Server) Put(w http.ResponseWriter, r *http.Request) error {
 	c, err := s.asked(r)
 	if err != nil {

@@ -33,7 +33,7 @@ func newPage(r *http.Request) (page, error) {
 	return p, nil
 }
 
-// take reports whether an item of a list, newest first, is behind the token.
+// take reports whether an item of a list, newest first, comes after the token.
 func (p *page) take(id string) bool { return p.after == "" || id < p.after }
 
 // full reports whether the page has no more room; then the answer tells where the next one begins.
