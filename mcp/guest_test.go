@@ -51,7 +51,7 @@ func TestExplain(t *testing.T) {
 	}{
 		{&coppice.Error{Code: "CAPACITY", Detail: "no room", RequestID: "r1"}, "CAPACITY", "no room (request r1)", "No runner has room"},
 		{fmt.Errorf("wait: %w", &coppice.Error{Code: "NEW_CODE", Fields: []coppice.FieldProblem{{Field: "name", Detail: "too long"}}}), "NEW_CODE", "; name: too long", "docs/ERRORS.md"},
-		{context.DeadlineExceeded, codeTimeout, "did not end within", "goes on"},
+		{context.DeadlineExceeded, codeTimeout, "did not end within", "continues"},
 		{errors.New("connection refused"), codeServer, "connection refused", "coppice doctor"},
 		{fmt.Errorf("GET: %w", &fault{code: codeReadOnly, detail: "no"}), codeReadOnly, "no", "--read-only"},
 	} {
