@@ -208,3 +208,51 @@ func TestWatchesAreBounded(t *testing.T) {
 		t.Errorf("%d events are kept", n-1)
 	}
 }
+
+// TestPathsOfWatchesAreBounded: all watches together keep 8 MiB of paths of directories, and a watch that ends gives
+// back its share.
+func TestPathsOfWatchesAreBounded(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	const bound = 8 << 20
+	a := newTestAgent(t)
+	root := t.TempDir()
+	for len(root) < 3700 { // as long as a path may be, so that few directories are enough
+		root = filepath.Join(root, strings.Repeat("d", 250))
+	}
+	child := func(i int) string { return filepath.Join(root, itoa(1000+i)) }
+	// Two watches of this tree fit, and then a few of its root alone.
+	dirs := (bound/2 - len(root)) / len(child(0))
+	do(t, os.MkdirAll(root, 0o755))
+	for i := range dirs {
+		do(t, os.Mkdir(child(i), 0o755))
+	}
+	first := a.watch(guestapi.CreateWatch{Path: root, Recursive: true})
+	second := a.watch(guestapi.CreateWatch{Path: root, Recursive: true})
+	if first.Incomplete || second.Incomplete {
+		t.Fatalf("%d directories each are too many: %+v %+v", dirs, first, second)
+	}
+	left := bound - 2*(len(root)+dirs*len(child(0)))
+	for ; left >= len(root); left -= len(root) {
+		a.watch(guestapi.CreateWatch{Path: root})
+	}
+	_, err := ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: root})
+	if core.CodeOf(err) != guestapi.CodeWatchLimit || !strings.Contains(err.Error(), "too many directories") {
+		t.Fatalf("a path that does not fit in the last %d bytes: %v", left, err)
+	}
+	if w := a.watch(guestapi.CreateWatch{Path: t.TempDir()}); w.Incomplete {
+		t.Errorf("a path that fits: %+v", w)
+	}
+	_, _, err = a.do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(first.ID), 1), nil) //nolint:bodyclose // do has read and closed it
+	do(t, err)
+	var w guestapi.Watch
+	for _, recursive := range []bool{false, true} {
+		eventually(t, func() bool { // the watch ends on its own
+			w, err = ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: root, Recursive: recursive})
+			return err == nil
+		})
+	}
+	if !w.Incomplete { // the first of the two has taken room that the tree needs
+		t.Errorf("a tree that does not fit: %+v", w)
+	}
+}
