@@ -94,15 +94,15 @@ func TestBrokenPutsAsAUserEnd(t *testing.T) {
 				r.Body = telling{r.Body, begun}
 				ended <- put(w, r)
 			})
-			srv := httptest.NewServer(mux)
-			t.Cleanup(srv.Close)
-			conn, err := net.Dial("tcp", srv.Listener.Addr().String())
-			if err != nil {
-				t.Fatal(err)
-			}
+			conn, served := socketPair(t)
+			srv := &http.Server{Handler: mux, ReadHeaderTimeout: watchdog}
+			l := &queue{waiting: make(chan net.Conn, 1), closed: make(chan struct{})}
+			l.waiting <- served
+			go func() { _ = srv.Serve(l) }()
+			t.Cleanup(func() { _ = srv.Close() }) // it does not wait for a put that hangs
 			defer func() { _ = conn.Close() }()
 			target := guestapi.PathFiles + "?path=" + url.QueryEscape(filepath.Join(dir, "f")) + "&user=" + nobody + query
-			_, err = fmt.Fprintf(conn, "PUT %s HTTP/1.1\r\nHost: guest\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", target)
+			_, err := fmt.Fprintf(conn, "PUT %s HTTP/1.1\r\nHost: guest\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", target)
 			do(t, err)
 			select {
 			case <-begun: // the server tells of a chunk once it is whole
