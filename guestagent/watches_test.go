@@ -217,7 +217,7 @@ func TestPathsOfWatchesAreBounded(t *testing.T) {
 	const bound = 8 << 20
 	a := newTestAgent(t)
 	root := t.TempDir()
-	for len(root) < 3700 { // as long as a path may be, so that few directories are enough
+	for len(root) < 3700 { // so long that few directories are enough
 		root = filepath.Join(root, strings.Repeat("d", 250))
 	}
 	child := func(i int) string { return filepath.Join(root, itoa(1000+i)) }
