@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"runtime/debug"
+	"syscall"
 	"time"
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
@@ -225,10 +226,15 @@ func ServeStdio(ctx context.Context, cfg Config, token string, in io.ReadCloser,
 	cfg.Log.InfoContext(ctx, "serving MCP on standard input and output", "project", key.ProjectID, "key", key.ID, "read_only", cfg.ReadOnly)
 	calls := make(slots, maxCalls)
 	err = newServer(cfg, client, nil, calls.enter).Run(ctx, &sdk.IOTransport{Reader: in, Writer: out, MaxLineLength: maxMessage})
-	if errors.Is(err, context.Canceled) && ctx.Err() != nil || errors.Is(err, io.EOF) {
+	if errors.Is(err, context.Canceled) && ctx.Err() != nil || hungUp(err) {
 		return nil
 	}
 	return err
+}
+
+// hungUp reports whether an error says that the client closed its end. If it does so while an answer is written, this is an error of the write.
+func hungUp(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrClosedPipe) || errors.Is(err, syscall.EPIPE)
 }
 
 // slots bounds how many things happen at the same time.

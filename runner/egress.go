@@ -215,10 +215,11 @@ func (e *egressLink) reconcile(ctx context.Context, c *egress.Client) error {
 func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, was egressapi.Served, there bool) error {
 	s.egressMu.Lock()
 	defer s.egressMu.Unlock()
+	if !s.served { // maybe it is being made and has no rules yet
+		return nil
+	}
 	rules := s.rules()
 	switch {
-	case !s.served:
-		return nil
 	case s.told.by == c: // it serves the sandbox, maybe only since it was asked for its list
 		switch {
 		case s.told.cut:
@@ -357,7 +358,7 @@ func (e *egressLink) stop(ctx context.Context) error {
 	return nil
 }
 
-// rules are the rules in the sandbox's journal.
+// rules are the rules in the sandbox's journal. A sandbox that is being made has no journal yet; one that is served has.
 func (s *sandbox) rules() runnerapi.EgressRules {
 	s.journalMu.Lock()
 	defer s.journalMu.Unlock()
