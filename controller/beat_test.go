@@ -166,7 +166,11 @@ func TestOneListAgain(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	lost, stays := w.create("lost"), w.create("stays")
+	unsummed := func() int { return w.number(`SELECT count(*) FROM checkpoint_copies WHERE id_sum IS NULL`) }
 	w.checkpoint(stays.ID)
+	if n := unsummed(); n != 0 { // each heartbeat would have to hash their ids
+		t.Errorf("after a capture %d copies have no sum", n)
+	}
 	w.beat()
 	copies := func() int { return w.number(`SELECT count(*) FROM checkpoint_copies`) }
 	held := copies()
@@ -193,7 +197,6 @@ func TestOneListAgain(t *testing.T) {
 		t.Errorf("%d copies are recorded, want %d", n, held)
 	}
 	// Copies that a controller of before has recorded have no sums.
-	unsummed := func() int { return w.number(`SELECT count(*) FROM checkpoint_copies WHERE id_sum IS NULL`) }
 	if n := unsummed(); n != 0 {
 		t.Errorf("%d copies have no sum", n)
 	}

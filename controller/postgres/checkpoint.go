@@ -275,7 +275,8 @@ func (t *tx) CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner
 				parent_reseal = @reseal, stale_processes = @stale, instant_at = @instant
 			WHERE id = @id AND state = ANY(@from::text[]) RETURNING *
 		), copy AS (
-			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared) SELECT id, runner_id, project_id, shared FROM c ON CONFLICT DO NOTHING
+			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared, id_sum) SELECT id, runner_id, project_id, shared, coppice_id_sum(id) FROM c
+			ON CONFLICT DO NOTHING
 		)
 		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
 		args{

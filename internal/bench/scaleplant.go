@@ -75,7 +75,7 @@ var plantSQL = []string{
 				FROM generate_series(0, @nodes - 1) AS i) AS node,
 			generate_series(@from * @projects, @to * @projects - 1) AS p
 		WHERE s.id = @checkpoint ORDER BY i, p`,
-	`INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id) SELECT c.id, c.runner_id, c.project_id FROM checkpoints c
+	`INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, id_sum) SELECT c.id, c.runner_id, c.project_id, coppice_id_sum(c.id) FROM checkpoints c
 		WHERE c.id >= 'ckpt_' || lpad(((@step + 1) * 1000000000000::bigint)::text, 25, '0') || '0' AND c.id < 'ckpt_' || lpad(((@step + 2) * 1000000000000::bigint)::text, 25, '0') || '0'`,
 	`SET session_replication_role = origin`,
 	`UPDATE quotas q SET checkpoints = n.checkpoints, checkpoint_bytes = n.bytes, workspaces = @lives
