@@ -432,7 +432,7 @@ type TrustTx interface {
 	// runner was revoked.
 	InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error
 	// RunnerIdentity returns nil for an admitted runner. It fails with RUNNER_REVOKED if the runner was revoked, and with RUNNER_NOT_FOUND if
-	// it was never admitted.
+	// the database does not know it.
 	RunnerIdentity(ctx context.Context, id core.RunnerID) error
 	// RemoveRunner revokes a runner's identity, ends its lease and returns its living workspaces.
 	RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error)

@@ -219,9 +219,20 @@ func (c *Controller) RenewRunner(ctx context.Context, id core.RunnerID, in runne
 	return runnerapi.Renewed{Certificate: der}, err
 }
 
-// AdmitRunner refuses a runner whose certificate is genuine but whose identity was revoked, or is not of this database.
+// AdmitRunner refuses a runner whose certificate is genuine but whose identity was revoked. If the database does not know the identity, a
+// failover has lost that the runner joined, because identities are never deleted. The certificate proves that it did, so its identity is
+// recorded again.
 func (c *Controller) AdmitRunner(ctx context.Context, id core.RunnerID) error {
-	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.RunnerIdentity(ctx, id) })
+	err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.RunnerIdentity(ctx, id) })
+	if core.CodeOf(err) != core.CodeRunnerNotFound {
+		return err
+	}
+	ctx = WithOrigin(ctx, Origin{Actor: string(id), Action: "rejoin"})
+	if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.InsertRunnerIdentity(ctx, id) }); err != nil {
+		return err
+	}
+	c.log.WarnContext(ctx, "runner taken in again by its certificate: the database did not know that it had joined", "runner_id", id)
+	return nil
 }
 
 // RemoveRunner revokes a runner's identity. From then on no controller accepts its messages or calls it, and it ends its sandboxes when it is told.

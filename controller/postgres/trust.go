@@ -73,12 +73,13 @@ func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 	return row.token(), err
 }
 
-// UseRunnerToken spends a token, once, whoever races for it.
+// UseRunnerToken spends a token, once, whoever races for it. A token from before a failover is refused: the failover may have lost that it
+// was spent, and a second host would get the same identity.
 func (t *tx) UseRunnerToken(ctx context.Context, hash [32]byte) (controller.RunnerToken, error) {
 	absent := core.Errorf(core.Unauthenticated, core.CodeJoinTokenRefused,
-		"the join token is not known, was used or has expired; make another with coppice runner-token create")
+		"the join token is not known, was used, has expired or was made before a failover of the database; make another with coppice runner-token create")
 	row, err := one[runnerTokenRow](ctx, t, absent, `
-		UPDATE runner_tokens SET used_at = now() WHERE hash = @hash AND used_at IS NULL AND expires_at > now()
+		UPDATE runner_tokens SET used_at = now() WHERE hash = @hash AND used_at IS NULL AND expires_at > now() AND history = coppice_event_history()
 		RETURNING hash, runner_id, expires_at`, args{"hash": hash[:]})
 	return row.token(), err
 }
@@ -126,7 +127,7 @@ type identityRow struct {
 
 // RunnerIdentity says whether a runner is in.
 func (t *tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
-	absent := core.Errorf(core.NotFound, core.CodeRunnerNotFound, "runner %s has never joined this cluster", id)
+	absent := core.Errorf(core.NotFound, core.CodeRunnerNotFound, "runner %s has not joined this cluster", id)
 	row, err := one[identityRow](ctx, t, absent, `SELECT revoked_at IS NOT NULL AS revoked FROM runner_identities WHERE runner_id = @id`, args{"id": id})
 	if err == nil && row.Revoked {
 		err = core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "runner %s was removed from this cluster; to take its host back, join it as a new runner", id)

@@ -33,7 +33,9 @@ type overFailover struct {
 	top    *testing.T // of the whole installation
 	pair   *testpg.Pair
 	other  *coppice.Client // of the second controller
+	second string          // its listener for runners
 	runner *member
+	joined []*member // other runners
 	seen   *follower
 	known  map[string]string // identities that sandboxes have had, and whose they are
 	kept   coppice.Workspace // lives from the beginning to the end
@@ -49,13 +51,17 @@ func newOverFailover(t *testing.T, synchronous bool) *overFailover {
 	var ready daemon.ControllerReady
 	begin(t, "controller", serverConfig{Controller: second}, &ready)
 	f.other = f.connect(ready.Server)
-	f.runner = f.join(func(c *daemon.RunnerConfig) {
-		c.Controllers, c.Leave = append(c.Controllers, ready.Runners), true
-	})
+	f.second = ready.Runners
+	f.runner = f.join(f.toBoth)
 	f.kept = create(t, f.client)
 	f.base = f.capture(f.kept.ID)
 	f.seen = follow(t, f.client)
 	return f
+}
+
+// toBoth has a runner know both controllers, and leave its machines to its successor.
+func (f *overFailover) toBoth(c *daemon.RunnerConfig) {
+	c.Controllers, c.Leave = append(c.Controllers, f.second), true
 }
 
 func (f *overFailover) capture(id coppice.WorkspaceID) coppice.Checkpoint {
@@ -120,12 +126,23 @@ func (f *overFailover) rows(sql string) []string {
 	return list
 }
 
-// machines are the sandboxes that the runner runs.
+// machines are the sandboxes that run.
 func (f *overFailover) machines() []string {
 	f.t.Helper()
-	list, err := filepath.Glob(filepath.Join(f.runner.cfg.RunDir, "vm", "*", "journal.json"))
+	ids := f.runner.machines(f.t)
+	for _, m := range f.joined {
+		ids = append(ids, m.machines(f.t)...)
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// machines are the sandboxes that a runner runs.
+func (m *member) machines(t *testing.T) []string {
+	t.Helper()
+	list, err := filepath.Glob(filepath.Join(m.cfg.RunDir, "vm", "*", "journal.json"))
 	if err != nil {
-		f.t.Fatal(err)
+		t.Fatal(err)
 	}
 	var ids []string
 	for _, path := range list {
@@ -141,13 +158,12 @@ func (f *overFailover) machines() []string {
 			continue
 		}
 		if err != nil || json.Unmarshal(b, &j) != nil {
-			f.t.Fatalf("%s: %v", path, err)
+			t.Fatalf("%s: %v", path, err)
 		}
 		if j.Sandbox != nil {
 			ids = append(ids, j.Sandbox.Info.ID)
 		}
 	}
-	slices.Sort(ids)
 	return ids
 }
 
@@ -161,11 +177,15 @@ func (f *overFailover) whole() {
 		return slices.Equal(rows, runs), fmt.Errorf("the database knows %q, and there run %q", rows, runs)
 	})
 	until(t, "bytes are known, or in the trash", func() (bool, error) {
-		dirs, err := os.ReadDir(f.checkpoints())
-		if err != nil {
-			return false, err
-		}
 		known := f.rows(`SELECT id FROM checkpoints WHERE state NOT IN ('failed', 'deleted')`)
+		var dirs []os.DirEntry
+		for _, m := range append([]*member{f.runner}, f.joined...) {
+			list, err := os.ReadDir(checkpointsOf(t, m))
+			if err != nil {
+				return false, err
+			}
+			dirs = append(dirs, list...)
+		}
 		var strays []string
 		for _, d := range dirs {
 			if strings.HasPrefix(d.Name(), "ckpt_") && !slices.Contains(known, d.Name()) {
@@ -283,21 +303,36 @@ func (f *overFailover) state(id coppice.WorkspaceID) (coppice.WorkspaceState, er
 
 // checkpoints is the directory that has the runner's checkpoints.
 func (f *overFailover) checkpoints() string {
-	return filepath.Join(filepath.Dir(f.trash()), "checkpoints")
+	f.t.Helper()
+	return checkpointsOf(f.t, f.runner)
+}
+
+func checkpointsOf(t *testing.T, m *member) string {
+	t.Helper()
+	return filepath.Join(filepath.Dir(trashOf(t, m)), "checkpoints")
 }
 
 // trash is the directory that has the runner's trash.
 func (f *overFailover) trash() string {
 	f.t.Helper()
-	dir, err := daemon.TrashDir(f.runner.cfg.Runner.DataDir)
+	return trashOf(f.t, f.runner)
+}
+
+func trashOf(t *testing.T, m *member) string {
+	t.Helper()
+	dir, err := daemon.TrashDir(m.cfg.Runner.DataDir)
 	if err != nil {
-		f.t.Fatal(err)
+		t.Fatal(err)
 	}
 	return dir
 }
 
 func (f *overFailover) inTrash(id coppice.CheckpointID) (*trash.Entry, error) {
-	list, err := trash.List(f.trash())
+	return entryIn(f.trash(), id)
+}
+
+func entryIn(dir string, id coppice.CheckpointID) (*trash.Entry, error) {
+	list, err := trash.List(dir)
 	for _, e := range list {
 		if e.ID == core.CheckpointID(id) {
 			return &e, err
@@ -424,6 +459,7 @@ var failoverPoints = []struct {
 		})
 		f.whole()
 	}},
+	{"a runner that joined", joinedInTheTail},
 }
 
 // TestFailover loses the last commits of an asynchronous primary, and goes on with its standby, again and again in one installation.
