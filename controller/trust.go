@@ -48,8 +48,7 @@ const (
 // for the key in a new cluster only, so that a controller without its key file does not found a second one.
 func OpenTrust(ctx context.Context, store Store, key *masterkey.Key, create func() (*masterkey.Key, error)) (Trust, error) {
 	var row Cluster
-	err := store.InTx(ctx, System(), func(tx AllTx) error {
-		var err error
+	err := store.InTx(ctx, System(), func(tx AllTx) (err error) {
 		row, err = tx.Cluster(ctx)
 		return err
 	})
@@ -88,8 +87,7 @@ func foundCluster(ctx context.Context, store Store, key *masterkey.Key) (Cluster
 		return row, err
 	}
 	row.Authority, row.AuthorityKey, row.PassKey = authority.Certificate(), key.Seal(sealedAuthority, secret), key.Seal(sealedPass, passes.Seed())
-	err = store.InTx(ctx, System(), func(tx AllTx) error {
-		var err error
+	err = store.InTx(ctx, System(), func(tx AllTx) (err error) {
 		row, err = tx.EnsureCluster(ctx, row)
 		return err
 	})
@@ -148,9 +146,6 @@ func (c *Controller) CreateRunnerToken(ctx context.Context, actor Key, id core.R
 	token := joinPrefix + base64.RawURLEncoding.EncodeToString(secret[:])
 	row, err := read(ctx, c, System(), func(tx Tx) (RunnerToken, error) {
 		if known {
-			if err := tx.RunnerIdentity(ctx, id); err != nil {
-				return RunnerToken{}, err
-			}
 			if err := c.mayRejoin(ctx, tx, actor, id); err != nil {
 				return RunnerToken{}, err
 			}
@@ -161,8 +156,8 @@ func (c *Controller) CreateRunnerToken(ctx context.Context, actor Key, id core.R
 }
 
 func (c *Controller) mayRejoin(ctx context.Context, tx Tx, actor Key, id core.RunnerID) error {
-	if core.MissingScope(actor.Scopes, core.ScopeAdmin) == "" {
-		return nil
+	if err := tx.RunnerIdentity(ctx, id); err != nil || core.MissingScope(actor.Scopes, core.ScopeAdmin) == "" {
+		return err
 	}
 	heard, err := tx.RunnerHeard(ctx, id)
 	if err == nil && heard < c.cfg.CertificateLife {
@@ -227,12 +222,9 @@ func (c *Controller) AdmitRunner(ctx context.Context, id core.RunnerID) error {
 	if core.CodeOf(err) != core.CodeRunnerNotFound {
 		return err
 	}
+	c.log.WarnContext(ctx, "runner is taken in again by its certificate: the database does not know that it has joined", "runner_id", id)
 	ctx = WithOrigin(ctx, Origin{Actor: string(id), Action: "rejoin"})
-	if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.InsertRunnerIdentity(ctx, id) }); err != nil {
-		return err
-	}
-	c.log.WarnContext(ctx, "runner taken in again by its certificate: the database did not know that it had joined", "runner_id", id)
-	return nil
+	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.InsertRunnerIdentity(ctx, id) })
 }
 
 // RemoveRunner revokes a runner's identity. From then on no controller accepts its messages or calls it, and it ends its sandboxes when it is told.

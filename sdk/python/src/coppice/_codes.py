@@ -229,7 +229,9 @@ class CertificateRefused(AuthenticationError):
 
 
 class JoinTokenRefused(AuthenticationError):
-    """The join token is unknown, used, expired or from before a failover of the database; or a runner that has not joined has no token."""
+    """The join token is unknown, used, expired or from before a failover of the database; or a runner that has not
+    joined has no token.
+    """
 
     code = "JOIN_TOKEN_REFUSED"
     hint = (
