@@ -11,6 +11,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 )
 
@@ -20,24 +21,40 @@ type names struct {
 	code, tests map[string]bool
 }
 
-// declared lists the names of every package by its directory, as core or runner/vmm/qemu.
+// declared lists the names of every package by its directory, as core or runner/vmm/qemu. Callers do not change it.
 func declared(t *testing.T) map[string]names {
 	t.Helper()
-	dir := rootDir(t)
+	all, err := declarations()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return all
+}
+
+// declarations reads the names once for all tests.
+var declarations = sync.OnceValues(func() (map[string]names, error) {
+	dir, err := root()
+	if err != nil {
+		return nil, err
+	}
+	list, err := tree()
+	if err != nil {
+		return nil, err
+	}
 	all := map[string]names{}
-	for _, p := range packages(t) {
+	for _, p := range list {
 		if p.path() == "" || p.ForTest != "" {
 			continue
 		}
 		n := names{map[string]bool{}, map[string]bool{}}
 		files, err := filepath.Glob(filepath.Join(dir, p.path(), "*.go"))
 		if err != nil {
-			t.Fatal(err)
+			return nil, err
 		}
 		for _, path := range files {
 			f, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
 			if err != nil {
-				t.Fatal(err)
+				return nil, err
 			}
 			into := n.code
 			if strings.HasSuffix(path, "_test.go") {
@@ -49,8 +66,8 @@ func declared(t *testing.T) map[string]names {
 		}
 		all[p.path()] = n
 	}
-	return all
-}
+	return all, nil
+})
 
 func namesOf(d ast.Decl) map[string]bool {
 	out := map[string]bool{}

@@ -1,6 +1,7 @@
 package archtest
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"flag"
@@ -12,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -96,7 +98,8 @@ func TestEveryPackageHasOneDoc(t *testing.T) {
 // TestNoMachinePaths keeps the paths of the machines on which this is written out of what is published.
 func TestNoMachinePaths(t *testing.T) {
 	t.Parallel()
-	form := regexp.MustCompile(`(^|[^A-Za-z0-9_.])/(wor` + `k|far` + `m)/`)
+	names := []string{"wor" + "k", "far" + "m"}
+	form := regexp.MustCompile(`(^|[^A-Za-z0-9_.])/(` + strings.Join(names, "|") + `)/`)
 	for _, name := range tracked(t) {
 		data, err := os.ReadFile(filepath.Join(rootDir(t), name))
 		if os.IsNotExist(err) { // removed and not committed yet, or a link to nowhere
@@ -104,6 +107,10 @@ func TestNoMachinePaths(t *testing.T) {
 		}
 		if err != nil {
 			t.Error(err)
+			continue
+		}
+		// Few files have such a path at all, and the expression is slow.
+		if !slices.ContainsFunc(names, func(dir string) bool { return bytes.Contains(data, []byte("/"+dir+"/")) }) {
 			continue
 		}
 		for n, line := range strings.Split(string(data), "\n") {
