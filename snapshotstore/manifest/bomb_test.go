@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/core"
 )
@@ -20,15 +21,18 @@ func highWater(work func()) int64 {
 	done, ended := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(ended)
+		often := time.NewTicker(time.Millisecond) // reading stops the world, so all the time would slow the work down many times
+		defer often.Stop()
 		for {
 			var m runtime.MemStats
 			runtime.ReadMemStats(&m)
 			most.Store(max(most.Load(), int64(m.HeapAlloc)-before))
 			select {
 			case <-done:
+				runtime.ReadMemStats(&m)
+				most.Store(max(most.Load(), int64(m.HeapAlloc)-before))
 				return
-			default:
-				runtime.Gosched()
+			case <-often.C:
 			}
 		}
 	}()
