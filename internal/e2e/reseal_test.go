@@ -193,7 +193,11 @@ func TestReseal(t *testing.T) {
 	// began after the thaw for certain.
 	samples := []sample{parent.from("the parent", captured+1)}
 	t.Run("the parent stood still", func(t *testing.T) { checkParentGap(t, parent, captured, ckpt) })
-	for _, n := range []int{2, 8, 32} {
+	counts := []int{2, 8}
+	if *long {
+		counts = append(counts, 32)
+	}
+	for _, n := range counts {
 		t.Run(fmt.Sprintf("%d forks", n), func(t *testing.T) {
 			began := time.Now()
 			children := fork(t, s, ckpt.ID, coppiceFork{count: n})
