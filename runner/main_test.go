@@ -3,6 +3,7 @@ package runner
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -16,6 +17,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 )
+
+var long = flag.Bool("long", false, "compare disks with 20,000 files, and not with 2,000")
 
 const beAPager = "be-a-pager"
 
