@@ -357,5 +357,10 @@ func TestSessionRowsEnd(t *testing.T) {
 	if _, err := w.Terminate(t.Context(), w.project, ws.ID, wait); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the rows go with the workspace", func() bool { return w.rows(ws.ID) == 0 })
+	eventually(t, "the rows go with the workspace", func() bool { // the chore does this once a minute
+		if err := w.Keeper.Sweep(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return w.rows(ws.ID) == 0
+	})
 }
