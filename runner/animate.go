@@ -30,6 +30,7 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *checkpoints.Open
 	child.Egress = r.openedWith(child.Egress)
 	a := &animation{r: r, s: s, ckpt: ckpt, child: child, began: time.Now()}
 	err := runSteps(ctx, watch, []step{
+		{does: "list the sandbox", then: forkListed},
 		{does: "announce the sandbox in the journal", then: forkJournaled, do: a.announce},
 		{does: "clone the disk", lap: "disk", do: a.cloneDisk},
 		{does: "restore memory and devices", lap: "restore", then: forkRestored, do: a.restore},

@@ -257,6 +257,56 @@ func TestEgressKilled(t *testing.T) {
 	r.wantOnly(ids...)
 }
 
+// TestEgressComesBesideAFork: an egress process that comes while a sandbox is listed and has no journal yet gets the other sandboxes. The one in
+// the making gets there by itself, and takes no rules before.
+func TestEgressComesBesideAFork(t *testing.T) { //nolint:paralleltest // failpoints are the process's
+	r := newEgressRig(t, func(*Config) {})
+	base := r.boot()
+	id := r.forkWith(base, rulesOf(1, "a.test"))
+	at := r.gateway(id)
+	client, err := r.egress.await(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	child := r.child()
+	child.Rules = rulesOf(1, "b.test")
+	done := make(chan runnerapi.ForkResult, 1)
+	armed := hang(t, "fork.listed", func() {
+		out, err := r.Fork(context.WithoutCancel(t.Context()), runnerapi.Fork{CheckpointID: base, Children: []runnerapi.Child{child}})
+		if err != nil {
+			t.Error(err)
+		}
+		done <- out
+	})
+	for range 5 { // which sandbox is offered first is chance
+		hello, err := client.Hello(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := syscall.Kill(hello.PID, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		eventually.True(t, "another process has come", func() bool {
+			again, err := client.Hello(t.Context())
+			return err == nil && again.Instance != hello.Instance
+		})
+		eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at, "a.test") == allowed })
+	}
+	if err := r.SetEgressRules(t.Context(), child.SandboxID, rulesOf(2, "c.test")); core.CodeOf(err) != core.CodeWorkspaceNotReady {
+		t.Errorf("rules for a sandbox in the making: %v", err)
+	}
+	if err := r.ClosePort(child.SandboxID, core.NewID[core.PortID]()); err != nil {
+		t.Errorf("a port of a sandbox in the making: %v", err)
+	}
+	armed.Release()
+	if out := <-done; out.Children[0].Problem != nil {
+		t.Fatalf("fork: %+v", out.Children[0].Problem)
+	}
+	want(t, r.gateway(child.SandboxID), "b.test", allowed)
+	want(t, r.gateway(child.SandboxID), "a.test", denied)
+	r.wantOnly(id, child.SandboxID)
+}
+
 // TestEgressHung: a process that stands still is killed, and its successor has every sandbox.
 func TestEgressHung(t *testing.T) {
 	t.Parallel()

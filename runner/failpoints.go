@@ -12,6 +12,7 @@ var (
 	shellSpawned   = failpoint.New("shell.spawned")   // there is a VMM that the journal does not name
 	shellMade      = failpoint.New("shell.made")      // the journal is whole
 
+	forkListed    = failpoint.New("fork.listed")    // the sandbox is listed, its journal does not know of it
 	forkJournaled = failpoint.New("fork.journaled") // the shell will become a sandbox
 	forkRestored  = failpoint.New("fork.restored")  // memory and devices are the checkpoint's
 	forkAssigned  = failpoint.New("fork.assigned")  // the namespace has its identity
