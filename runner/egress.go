@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/egressapi"
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/internal/pace"
+	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/netns"
@@ -151,7 +152,7 @@ func (e *egressLink) run(ctx context.Context) {
 		err := e.attend(ctx, c)
 		if ctx.Err() == nil {
 			e.set(nil, nil)
-			if errors.Is(err, egress.ErrHung) {
+			if errors.Is(err, sidecar.ErrHung) {
 				e.hung.Add(1)
 			} else {
 				e.ended.Add(1)

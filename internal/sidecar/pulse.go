@@ -27,9 +27,42 @@ func (p Pulse) WithDefaults() Pulse {
 // ErrSilent is the cause of a context that ended because an answer did not come in time.
 var ErrSilent = errors.New("it listens, and does not answer")
 
-// Feel asks again and again. It returns an error when too many answers in a row are missing, and nil when ctx ends. ask
+// ErrHung is returned, wrapped, when a process was killed because it did not answer.
+var ErrHung = errors.New("it hung")
+
+// Watched are the calls to a process that Attend needs.
+type Watched struct {
+	Name   string // of the process, in messages
+	Socket string
+	Watch  func(ctx context.Context) error // returns when the process has ended, or ctx does: its cause then
+	// Ask is a request that takes every lock that serving takes. Its error must have ErrSilent if the answer did not come within the limit.
+	Ask func(ctx context.Context, limit time.Duration) error
+}
+
+// Attend watches a process, and also asks regularly whether it still works. If too many answers in a row are missing, Attend kills the process
+// and returns ErrHung. The process has ended then, unless there is another error too.
+func (p Pulse) Attend(ctx context.Context, w Watched) error {
+	watching, end := context.WithCancelCause(ctx)
+	defer end(nil)
+	felt := make(chan struct{})
+	go func() {
+		defer close(felt)
+		if err := p.feel(watching, w.Ask); err != nil {
+			end(fmt.Errorf("the %s: %w: %w", w.Name, ErrHung, err))
+		}
+	}()
+	err := w.Watch(watching)
+	end(nil)
+	<-felt
+	if errors.Is(err, ErrHung) {
+		err = errors.Join(err, KillListener(ctx, w.Name, w.Socket))
+	}
+	return err
+}
+
+// feel asks again and again. It returns an error when too many answers in a row are missing, and nil when ctx ends. ask
 // must return an error with ErrSilent if its answer did not come within the limit.
-func (p Pulse) Feel(ctx context.Context, ask func(ctx context.Context, limit time.Duration) error) error {
+func (p Pulse) feel(ctx context.Context, ask func(ctx context.Context, limit time.Duration) error) error {
 	tick := time.NewTicker(p.Every)
 	defer tick.Stop()
 	for misses := 0; ; {

@@ -2,8 +2,6 @@ package egress
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"time"
 
 	"github.com/coppice-dev/coppice/egress/egressapi"
@@ -16,40 +14,13 @@ type Pulse = sidecar.Pulse
 // errSilent is that somebody listens and does not answer in time.
 var errSilent = sidecar.ErrSilent
 
-// ErrHung is returned, wrapped, when a process was killed because it did not answer.
-var ErrHung = errors.New("the egress process hung")
-
 // Attend waits for the end of the process, which is ErrGone, or of ctx. It asks all the time whether the process still works; one that does
-// not, ErrHung, is gone when Attend returns without another error.
+// not, sidecar.ErrHung, is gone when Attend returns without another error.
 func (c *Client) Attend(ctx context.Context) error {
-	watching, end := context.WithCancelCause(ctx)
-	defer end(nil)
-	felt := make(chan struct{})
-	go func() {
-		defer close(felt)
-		if err := c.feel(watching); err != nil {
-			end(err)
-		}
-	}()
-	err := c.Watch(watching)
-	end(nil)
-	<-felt
-	if errors.Is(err, ErrHung) {
-		err = errors.Join(err, c.kill(ctx))
-	}
-	return err
-}
-
-// feel returns ErrHung when too many answers in a row did not come. What is asked for takes every lock that serving takes.
-func (c *Client) feel(ctx context.Context) error {
-	err := c.pulse.Feel(ctx, func(ctx context.Context, limit time.Duration) error {
+	return c.pulse.Attend(ctx, sidecar.Watched{Name: name, Socket: c.socket, Watch: c.Watch, Ask: func(ctx context.Context, limit time.Duration) error {
 		_, err := c.within(ctx, limit, egressapi.Request{Op: egressapi.OpStats})
 		return err
-	})
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrHung, err)
-	}
-	return nil
+	}})
 }
 
 // greet asks who the process is, as often as one that hangs is asked.

@@ -66,7 +66,7 @@ func TestHung(t *testing.T) {
 		t.Errorf("a tunnel goes on while the process stands still: %q", got)
 	}
 	err := <-attended
-	if !errors.Is(err, egress.ErrHung) || errors.Is(err, egress.ErrGone) {
+	if !errors.Is(err, sidecar.ErrHung) || errors.Is(err, egress.ErrGone) {
 		t.Errorf("it is attended: %v", err)
 	}
 	if took := time.Since(began); took < time.Duration(quick.Misses-1)*quick.Limit {
@@ -136,7 +136,7 @@ func TestHungNot(t *testing.T) {
 	}
 	go func() { attended <- client.Attend(t.Context()) }()
 	x.kill()
-	if err := <-attended; !errors.Is(err, egress.ErrGone) || errors.Is(err, egress.ErrHung) {
+	if err := <-attended; !errors.Is(err, egress.ErrGone) || errors.Is(err, sidecar.ErrHung) {
 		t.Errorf("one that ended: %v", err)
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/pace"
+	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -63,75 +64,84 @@ func (l *Images) start(ctx context.Context) error {
 	return nil
 }
 
+// process is a pager that runs.
+type process struct {
+	client   *pager.Client
+	instance string
+	foreign  bool // see Images
+}
+
+// running returns the pager that runs as far as is known; its client is nil if none runs.
+func (l *Images) running() process {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return process{l.client, l.instance, l.foreign}
+}
+
+// The pauses before a pager is started or watched again.
+const (
+	firstPause = time.Second
+	lastPause  = time.Minute
+)
+
 // Run watches the pager until ctx ends. When the pager ends, Run ends the machines that had memory from it, and starts another for
 // images that are not complete.
 func (l *Images) Run(ctx context.Context) {
-	const firstWait, lastWait = time.Second, time.Minute
-	wait, deaf := firstWait, firstWait
-	for ctx.Err() == nil {
-		l.mu.Lock()
-		client, instance, news, images := l.client, l.instance, l.news, slices.Collect(maps.Values(l.images))
-		l.mu.Unlock()
-		switch {
-		case client != nil:
-			wait = firstWait
-			began := time.Now()
-			switch err := l.attend(ctx, client, instance, images); {
-			case ctx.Err() != nil:
-			case errors.Is(err, errIdle):
-				l.retire(ctx, client)
-			case client.Alive(ctx, instance): // its machines continue, whatever was wrong with a message or a connection
-				if l.unheard.Add(1); time.Since(began) > lastWait {
-					deaf = firstWait
-				}
-				l.cfg.Log.ErrorContext(ctx, "the pager runs, but its report on images was not received; it is asked again",
-					"again_ms", core.Milliseconds(deaf), "err", err)
-				_ = pace.Pause(ctx, deaf)
-				deaf = min(2*deaf, lastWait)
-				continue
-			default:
-				if errors.Is(err, pager.ErrHung) {
-					l.hung.Add(1)
-				}
-				l.died(ctx, err)
-			}
-			deaf = firstWait
-			continue
-		case len(images) > 0:
-			err := l.start(ctx)
-			if err == nil {
-				continue
-			}
-			l.cfg.Log.ErrorContext(ctx, "no pager was started, so checkpoints that are not complete cannot be forked", "err", err)
-		}
-		again := time.NewTimer(wait)
-		select {
-		case <-news:
-		case <-again.C:
-			wait = min(2*wait, lastWait)
-		case <-ctx.Done():
-		}
-		again.Stop()
-	}
+	sidecar.Supervisor[process]{
+		Name: "pager", Lost: "checkpoints that are not complete cannot be forked", Log: l.cfg.Log,
+		Find: l.find, Start: l.start, Attend: l.attend, Ended: l.ended,
+		Starts: sidecar.Backoff{First: firstPause, Last: lastPause}, Attends: sidecar.Backoff{First: firstPause, Last: lastPause},
+	}.Run(ctx)
 }
 
-// attend offers images to a pager and reads its reports, until the pager or ctx ends.
-func (l *Images) attend(ctx context.Context, client *pager.Client, instance string, images []*Image) error {
+// find says whether a pager runs, and whether one is needed.
+func (l *Images) find() (process, sidecar.State, <-chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	p := process{l.client, l.instance, l.foreign}
+	switch {
+	case p.client != nil:
+		return p, sidecar.Running, l.news
+	case len(l.images) > 0:
+		return p, sidecar.Needed, l.news
+	}
+	return p, sidecar.Unneeded, l.news
+}
+
+// ended does what follows when a pager is no longer watched.
+func (l *Images) ended(ctx context.Context, p process, cause error, hung bool) (alive bool) {
+	if errors.Is(cause, errIdle) {
+		l.retire(ctx, p.client)
+		return false
+	}
+	if p.client.Alive(ctx, p.instance) { // its machines continue, whatever was wrong with a message or a connection
+		l.unheard.Add(1)
+		return true
+	}
+	if hung {
+		l.hung.Add(1)
+	}
+	l.died(ctx, cause)
+	return false
+}
+
+// attend offers all images to a pager and reads its reports, until the pager or ctx ends.
+func (l *Images) attend(ctx context.Context, p process) error {
+	l.mu.Lock()
+	images := slices.Collect(maps.Values(l.images))
+	l.mu.Unlock()
 	offering, stop := context.WithCancel(ctx)
 	var offers sync.WaitGroup
 	defer offers.Wait()
 	defer stop()
 	for _, im := range images {
-		offers.Go(func() { l.offer(offering, client, instance, im) })
+		offers.Go(func() { l.offer(offering, p, im) })
 	}
-	l.mu.Lock()
-	foreign := l.foreign
-	l.mu.Unlock()
 	watching, idle := context.WithCancelCause(ctx)
 	defer idle(nil)
-	return client.Attend(watching, func(list []pager.Status) {
-		l.applyStatus(ctx, client, list)
-		if foreign && len(list) == 0 {
+	return p.client.Attend(watching, func(list []pager.Status) {
+		l.applyStatus(ctx, p.client, list)
+		if p.foreign && len(list) == 0 {
 			idle(errIdle)
 		}
 	})
@@ -160,34 +170,28 @@ func (l *Images) retire(ctx context.Context, client *pager.Client) {
 
 // offer asks a pager to serve an image, unless it does already. It tries until the pager accepts the image, nobody expects the image
 // any more, or ctx ends.
-func (l *Images) offer(ctx context.Context, client *pager.Client, instance string, im *Image) {
-	for wait := firstOffer; ; wait = min(2*wait, lastOffer) {
-		l.mu.Lock()
-		keyed := l.keyed
-		l.mu.Unlock()
-		there, err := l.serve(ctx, client, instance, im)
+func (l *Images) offer(ctx context.Context, p process, im *Image) {
+	sidecar.Offer(ctx, sidecar.Backoff{First: firstPause, Last: lastPause}, l.keysArrived, func(ctx context.Context) error {
+		there, err := l.serve(ctx, p.client, p.instance, im)
 		if ctx.Err() != nil || !there {
-			return
+			return nil
 		}
 		l.mu.Lock()
+		defer l.mu.Unlock()
 		im.refused = err
 		l.changed()
-		l.mu.Unlock()
-		if err == nil {
-			return
-		}
+		return err
+	}, func(pause time.Duration, err error) {
 		l.cfg.Log.WarnContext(ctx, "the pager has not accepted an image; it is offered again",
-			"image", im.ID, "again_ms", core.Milliseconds(wait), "err", err)
-		again := time.NewTimer(wait)
-		select {
-		case <-again.C:
-		case <-keyed:
-			again.Stop()
-		case <-ctx.Done():
-			again.Stop()
-			return
-		}
-	}
+			"image", im.ID, "again_ms", core.Milliseconds(pause), "err", err)
+	})
+}
+
+// keysArrived returns a channel that is closed when keys of the store arrive.
+func (l *Images) keysArrived() <-chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.keyed
 }
 
 // Wake offers the images that no pager has accepted again, at once: missing keys may have arrived.
@@ -197,12 +201,6 @@ func (l *Images) Wake() {
 	close(l.keyed)
 	l.keyed = make(chan struct{})
 }
-
-// The wait before an image that was not accepted is offered again.
-const (
-	firstOffer = time.Second
-	lastOffer  = time.Minute
-)
 
 // serve asks a pager to serve an image, unless it does already. there is false if nobody expects the image any more.
 func (l *Images) serve(ctx context.Context, client *pager.Client, instance string, im *Image) (there bool, err error) {
@@ -223,10 +221,7 @@ func (l *Images) serve(ctx context.Context, client *pager.Client, instance strin
 	if core.CategoryOf(err) != core.NotFound {
 		return true, err
 	}
-	l.mu.Lock()
-	foreign := l.foreign
-	l.mu.Unlock()
-	if foreign {
+	if l.running().foreign {
 		return true, errForeign
 	}
 	if err := l.put(ctx, client, instance, im); err != nil || known() {

@@ -73,7 +73,7 @@ func TestHung(t *testing.T) {
 	case <-giveUp:
 		t.Fatal("a pager that stands still is attended for ever")
 	}
-	if !errors.Is(err, pager.ErrHung) || errors.Is(err, pager.ErrGone) {
+	if !errors.Is(err, sidecar.ErrHung) || errors.Is(err, pager.ErrGone) {
 		t.Errorf("it is attended: %v", err)
 	}
 	if took := time.Since(began); took < time.Duration(quick.Misses-1)*quick.Limit {
