@@ -55,6 +55,7 @@ func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
 	wg.Wait()
 	for _, s := range kept {
 		r.sandboxes[s.info.ID] = s
+		s.egress.Adopt()
 		r.cfg.Log.InfoContext(ctx, "sandbox taken over", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "pid", s.Handle.PID)
 	}
 	r.adopted = kept
@@ -199,7 +200,8 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 	// The pool counts the namespace from here on: after an error it must be given back, once the VMM has ended.
 	steps.Push("namespace", func(ctx context.Context) error { return errors.Join(sh.machine.Kill(ctx), sh.ns.Release(ctx)) })
 	s := newSandbox(r, sh, info.ID, info)
-	s.info, s.reseal, s.attestation, s.served = info, j.Sandbox.Reseal, j.Sandbox.Attestation, j.Sandbox.Egress == core.EgressProxied
+	s.info, s.reseal, s.attestation = info, j.Sandbox.Reseal, j.Sandbox.Attestation
+	s.egress.SetFirst(j.Sandbox.Egress, j.Sandbox.Rules)
 	if s.reseal != nil {
 		if err := r.draws.add(s.reseal.Steps); err != nil {
 			return nil, err

@@ -27,7 +27,7 @@ type animation struct {
 
 // animate gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
 func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
-	child.Egress = r.openedWith(child.Egress)
+	child.Egress = r.egress.OpenedWith(child.Egress)
 	a := &animation{r: r, s: s, ckpt: ckpt, child: child, began: time.Now()}
 	err := runSteps(ctx, watch, []step{
 		{does: "list the sandbox", then: forkListed},
@@ -48,7 +48,11 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *checkpoints.Open
 }
 
 func (a *animation) announce(context.Context) error {
-	return a.s.record(func(j *sandboxJournal) { j.Info, j.Egress, j.Rules = a.s.snapshot(), a.child.Egress, a.child.Rules })
+	err := a.s.record(func(j *sandboxJournal) { j.Info, j.Egress, j.Rules = a.s.snapshot(), a.child.Egress, a.child.Rules })
+	if err == nil {
+		a.s.egress.SetFirst(a.child.Egress, a.child.Rules)
+	}
+	return err
 }
 
 func (a *animation) cloneDisk(context.Context) error {
@@ -81,12 +85,7 @@ func (a *animation) reseal(ctx context.Context) (err error) {
 	return err
 }
 
-func (a *animation) serve(ctx context.Context) error {
-	if a.child.Egress != core.EgressProxied {
-		return nil
-	}
-	return a.r.egress.begin(ctx, a.s)
-}
+func (a *animation) serve(ctx context.Context) error { return a.s.egress.Serve(ctx) }
 
 func (a *animation) open(ctx context.Context) error { return a.s.ns.Open(ctx, a.child.Egress) }
 

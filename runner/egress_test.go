@@ -6,12 +6,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"log/slog"
 	"net"
 	"net/http"
-	"net/netip"
-	"net/url"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -23,82 +19,19 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/egress/host"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/failpoint"
-	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/internal/testegress"
 	"github.com/coppice-dev/coppice/internal/testhalt"
 	"github.com/coppice-dev/coppice/internal/testmetrics"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 
-const beAnEgressProcess = "be-an-egress-process"
-
-// egressSettings are what the egress process of a test is told.
-type egressSettings struct {
-	Dir, Spool string
-	Names      string         // host:port of a name server; without one no name is anywhere
-	Private    []netip.Prefix // see host.Config
-}
-
-// carry is an egress process.
-func carry(config io.Reader) error {
-	var cfg egressSettings
-	if err := json.NewDecoder(config).Decode(&cfg); err != nil {
-		return err
-	}
-	if err := os.MkdirAll(cfg.Spool, 0o700); err != nil {
-		return err
-	}
-	spool, err := os.OpenRoot(cfg.Spool)
-	if err != nil {
-		return err
-	}
-	listen, err := sidecar.Listen(egress.SocketPath(cfg.Dir))
-	if err != nil {
-		return err
-	}
-	s, err := host.New(context.Background(), host.Config{
-		Listen: listen, Spool: spool, UID: uint32(os.Geteuid()), Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
-		Private: cfg.Private,
-		Resolver: &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
-			if cfg.Names == "" {
-				return nil, syscall.ECONNREFUSED
-			}
-			var d net.Dialer
-			return d.DialContext(ctx, network, cfg.Names)
-		}},
-	})
-	if err != nil {
-		return err
-	}
-	return s.Run(context.Background())
-}
-
-// egressOf is a real egress process for a runner of a test.
-func egressOf(t *testing.T, cfg egressSettings) *egress.Process {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "egress") //nolint:usetesting // the path of a socket must be short
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		_ = egress.NewClient(egress.SocketPath(dir)).Stop(context.WithoutCancel(t.Context())) // one that outlives its runner
-		_ = os.RemoveAll(dir)
-	})
-	cfg.Dir, cfg.Spool = dir, filepath.Join(dir, "spool")
-	config, err := json.Marshal(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return &egress.Process{Dir: dir, Command: []string{os.Args[0], beAnEgressProcess}, Config: config}
-}
-
 // newEgressRig is a runner on fake machines with a real egress process.
 func newEgressRig(t *testing.T, change func(*Config)) *fakeRig {
 	t.Helper()
 	return newFakeRig(t, func(c *Config) {
-		c.Egress = egressOf(t, egressSettings{})
+		c.Egress = testegress.Process(t, testegress.Settings{})
 		change(c)
 	})
 }
@@ -129,35 +62,19 @@ func (r *fakeRig) gateway(id core.SandboxID) string {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	r.net.mu.Lock()
-	defer r.net.mu.Unlock()
-	return s.ns.(*fakeNamespace).at[0]
+	return s.ns.(*fakeNamespace).sockets.Proxy()
 }
 
-// What a guest is answered when it asks the proxy for a host: nobody is at any.
+// egressClient is a client of the egress process, once that runs.
+func (r *fakeRig) egressClient() *egress.Client {
+	r.t.Helper()
+	return testegress.Client(r.t, r.cfg.Egress)
+}
+
 const (
-	allowed = http.StatusBadGateway
-	denied  = http.StatusForbidden
+	allowed = testegress.Allowed
+	denied  = testegress.Denied
 )
-
-// ask asks through a proxy; 0 when nobody answers.
-func ask(t *testing.T, proxy, name string) int {
-	t.Helper()
-	c := &http.Client{Timeout: time.Minute, Transport: &http.Transport{Proxy: http.ProxyURL(&url.URL{Scheme: "http", Host: proxy}), DisableKeepAlives: true}}
-	resp, err := c.Get("http://" + name + "/")
-	if err != nil {
-		return 0
-	}
-	_ = resp.Body.Close()
-	return resp.StatusCode
-}
-
-func want(t *testing.T, proxy, name string, status int) {
-	t.Helper()
-	if got := ask(t, proxy, name); got != status {
-		t.Errorf("%s: %d, want %d", name, got, status)
-	}
-}
 
 // TestEgress follows a sandbox from its fork to its end.
 func TestEgress(t *testing.T) {
@@ -167,9 +84,9 @@ func TestEgress(t *testing.T) {
 	base := r.boot()
 	id, other := r.forkWith(base, rulesOf(3, "a.test")), r.forkWith(base, rulesOf(1))
 	at, otherAt := r.gateway(id), r.gateway(other)
-	want(t, at, "a.test", allowed)
-	want(t, at, "b.test", denied)
-	want(t, otherAt, "a.test", denied)
+	testegress.Want(t, at, "a.test", allowed)
+	testegress.Want(t, at, "b.test", denied)
+	testegress.Want(t, otherAt, "a.test", denied)
 
 	// Rules: newer ones at once, older ones never.
 	set := func(rules runnerapi.EgressRules) {
@@ -179,10 +96,10 @@ func TestEgress(t *testing.T) {
 		}
 	}
 	set(rulesOf(5, "b.test"))
-	want(t, at, "b.test", allowed)
-	want(t, at, "a.test", denied)
+	testegress.Want(t, at, "b.test", allowed)
+	testegress.Want(t, at, "a.test", denied)
 	set(rulesOf(4, "a.test"))
-	want(t, at, "a.test", denied)
+	testegress.Want(t, at, "a.test", denied)
 	if err := r.SetEgressRules(t.Context(), id, rulesOf(6, "not a host")); core.CategoryOf(err) != core.Invalid {
 		t.Errorf("rules that are none: %v", err)
 	}
@@ -195,7 +112,7 @@ func TestEgress(t *testing.T) {
 	if again, _, err := r.Flows(t.Context(), 0); err != nil || cmp.Diff(first, again) != "" {
 		t.Errorf("what was not acknowledged is %+v, %v", again, err)
 	}
-	want(t, otherAt, "c.test", denied)
+	testegress.Want(t, otherAt, "c.test", denied)
 	if next, _, err := r.Flows(t.Context(), last); err != nil || len(next) != 1 || next[0].Host != "c.test" || next[0].SandboxID != other {
 		t.Errorf("what came later is %+v, %v", next, err)
 	}
@@ -209,8 +126,8 @@ func TestEgress(t *testing.T) {
 	if err := r.Destroy(t.Context(), id); err != nil {
 		t.Fatal(err)
 	}
-	want(t, at, "b.test", 0)
-	want(t, otherAt, "a.test", denied)
+	testegress.Want(t, at, "b.test", 0)
+	testegress.Want(t, otherAt, "a.test", denied)
 	r.wantOnly(other)
 }
 
@@ -221,10 +138,7 @@ func TestEgressKilled(t *testing.T) {
 	base := r.boot()
 	ids := []core.SandboxID{r.forkWith(base, rulesOf(1, "a.test")), r.forkWith(base, rulesOf(1, "a.test"))}
 	at := []string{r.gateway(ids[0]), r.gateway(ids[1])}
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := r.egressClient()
 	for round := range 3 {
 		idle, err := net.Dial("tcp4", at[0]) // a connection that is under way
 		if err != nil {
@@ -247,9 +161,9 @@ func TestEgressKilled(t *testing.T) {
 			t.Fatal(err)
 		}
 		for i, name := range []string{"a.test", rules.Allow[0]} {
-			eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at[i], name) == allowed })
+			eventually.True(t, "the sandbox is served again", func() bool { return testegress.Ask(t, at[i], name) == allowed })
 		}
-		want(t, at[1], "a.test", denied)
+		testegress.Want(t, at[1], "a.test", denied)
 		if again, err := client.Hello(t.Context()); err != nil || again.Instance == hello.Instance {
 			t.Errorf("the process is %+v, %v", again, err)
 		}
@@ -264,10 +178,7 @@ func TestEgressComesBesideAFork(t *testing.T) { //nolint:paralleltest // failpoi
 	base := r.boot()
 	id := r.forkWith(base, rulesOf(1, "a.test"))
 	at := r.gateway(id)
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := r.egressClient()
 	child := r.child()
 	child.Rules = rulesOf(1, "b.test")
 	done := make(chan runnerapi.ForkResult, 1)
@@ -290,7 +201,7 @@ func TestEgressComesBesideAFork(t *testing.T) { //nolint:paralleltest // failpoi
 			again, err := client.Hello(t.Context())
 			return err == nil && again.Instance != hello.Instance
 		})
-		eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at, "a.test") == allowed })
+		eventually.True(t, "the sandbox is served again", func() bool { return testegress.Ask(t, at, "a.test") == allowed })
 	}
 	if err := r.SetEgressRules(t.Context(), child.SandboxID, rulesOf(2, "c.test")); core.CodeOf(err) != core.CodeWorkspaceNotReady {
 		t.Errorf("rules for a sandbox in the making: %v", err)
@@ -302,8 +213,8 @@ func TestEgressComesBesideAFork(t *testing.T) { //nolint:paralleltest // failpoi
 	if out := <-done; out.Children[0].Problem != nil {
 		t.Fatalf("fork: %+v", out.Children[0].Problem)
 	}
-	want(t, r.gateway(child.SandboxID), "b.test", allowed)
-	want(t, r.gateway(child.SandboxID), "a.test", denied)
+	testegress.Want(t, r.gateway(child.SandboxID), "b.test", allowed)
+	testegress.Want(t, r.gateway(child.SandboxID), "a.test", denied)
 	r.wantOnly(id, child.SandboxID)
 }
 
@@ -318,39 +229,20 @@ func TestEgressHung(t *testing.T) {
 	base := r.boot()
 	id := r.forkWith(base, rulesOf(1, "a.test"))
 	at := r.gateway(id)
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := r.egressClient()
 	hello, err := client.Hello(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
-	want(t, at, "a.test", allowed)
+	testegress.Want(t, at, "a.test", allowed)
 	testhalt.Halt(t, hello.PID)
 	eventually.True(t, "it was killed", func() bool { s := testhalt.State(t, hello.PID); return s == "" || s == "Z" })
-	eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at, "a.test") == allowed })
-	want(t, at, "b.test", denied)
+	eventually.True(t, "the sandbox is served again", func() bool { return testegress.Ask(t, at, "a.test") == allowed })
+	testegress.Want(t, at, "b.test", denied)
 	metrics := testmetrics.Of(t, reg)
 	if hung, ended := metrics["coppice_egress_restarts_total hung"], metrics["coppice_egress_restarts_total ended"]; hung != 1 || ended != 0 {
 		t.Errorf("restarts of one that hung: %v, of one that ended: %v", hung, ended)
 	}
-	r.wantOnly(id)
-}
-
-// TestForksOutliveEgress: a fork that comes when the process has just ended waits for its successor.
-func TestForksOutliveEgress(t *testing.T) {
-	t.Parallel()
-	r := newEgressRig(t, func(*Config) {})
-	base := r.boot()
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.egress.set(egress.NewClient(filepath.Join(t.TempDir(), "gone")), nil)
-	time.AfterFunc(100*time.Millisecond, func() { r.egress.set(client, nil) })
-	id := r.forkWith(base, rulesOf(1, "a.test"))
-	want(t, r.gateway(id), "a.test", allowed)
 	r.wantOnly(id)
 }
 
@@ -378,10 +270,10 @@ func TestEgressOutlivesTheRunner(t *testing.T) {
 	if err := s.machine.Kill(t.Context()); err != nil { // meanwhile
 		t.Fatal(err)
 	}
-	want(t, at, "b.test", allowed)
+	testegress.Want(t, at, "b.test", allowed)
 	r.start()
-	want(t, at, "b.test", allowed)
-	want(t, at, "a.test", denied)
+	testegress.Want(t, at, "b.test", allowed)
+	testegress.Want(t, at, "a.test", denied)
 	_ = open.SetDeadline(time.Now().Add(5 * time.Minute))
 	fmt.Fprintf(open, "GET http://b.test/ HTTP/1.1\r\nHost: b.test\r\n\r\n")
 	resp, err := http.ReadResponse(bufio.NewReader(open), nil)
@@ -390,26 +282,23 @@ func TestEgressOutlivesTheRunner(t *testing.T) {
 	} else {
 		_ = resp.Body.Close()
 	}
-	eventually.True(t, "the sandbox that has ended is served no more", func() bool { return ask(t, goneAt, "a.test") == 0 })
+	eventually.True(t, "the sandbox that has ended is served no more", func() bool { return testegress.Ask(t, goneAt, "a.test") == 0 })
 	if err := r.SetEgressRules(t.Context(), id, rulesOf(6, "a.test")); err != nil { // older than what the first runner was told
 		t.Fatal(err)
 	}
-	want(t, at, "a.test", denied)
+	testegress.Want(t, at, "a.test", denied)
 
 	// Killed with the runner: the next one has both again.
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := r.egressClient()
 	bury = r.crash()
 	defer bury()
 	if err := client.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	want(t, at, "b.test", 0)
+	testegress.Want(t, at, "b.test", 0)
 	r.start()
-	eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at, "b.test") == allowed })
-	want(t, at, "a.test", denied)
+	eventually.True(t, "the sandbox is served again", func() bool { return testegress.Ask(t, at, "b.test") == allowed })
+	testegress.Want(t, at, "a.test", denied)
 	r.wantOnly(id)
 }
 
@@ -419,14 +308,11 @@ func TestEgressIsLeft(t *testing.T) {
 	r := newEgressRig(t, func(c *Config) { c.Leave = true })
 	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
 	at := r.gateway(id)
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := r.egressClient()
 	r.stop()
-	want(t, at, "a.test", allowed)
+	testegress.Want(t, at, "a.test", allowed)
 	r.start()
-	want(t, at, "a.test", allowed)
+	testegress.Want(t, at, "a.test", allowed)
 	if err := r.Destroy(t.Context(), id); err != nil {
 		t.Fatal(err)
 	}
@@ -441,10 +327,7 @@ func TestEgressIsLeftUnseen(t *testing.T) {
 	t.Parallel()
 	r := newEgressRig(t, func(c *Config) { c.Leave = true })
 	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := r.egressClient()
 	r.stop()
 	next, err := New(t.Context(), r.cfg)
 	if err != nil {
@@ -453,7 +336,7 @@ func TestEgressIsLeftUnseen(t *testing.T) {
 	if err := next.Destroy(t.Context(), id); err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(next.egress.stop(t.Context()), unlockDir(next.lock)); err != nil {
+	if err := errors.Join(next.egress.Stop(t.Context()), unlockDir(next.lock)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := client.Hello(t.Context()); !errors.Is(err, egress.ErrGone) {
@@ -474,10 +357,7 @@ func TestEgressFailsClosed(t *testing.T) {
 		t.Fatalf("%+v, %v", f, err)
 	}
 	armed.Disarm()
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := r.egressClient()
 	if list, err := client.List(t.Context()); err != nil || len(list) != 0 {
 		t.Errorf("served are %+v, %v", list, err)
 	}
@@ -514,36 +394,73 @@ func TestNoEgress(t *testing.T) {
 	r.wantOnly(id)
 }
 
-func TestSessionEnv(t *testing.T) {
+// TestRulesNotWritten: rules that the journal does not have are in force as far as they can be, and are written when they are said again.
+func TestRulesNotWritten(t *testing.T) {
 	t.Parallel()
-	gateway := netip.MustParseAddr("10.83.0.1")
-	const proxy = "http://10.83.0.1:3128"
-	all := map[string]string{
-		"http_proxy": proxy, "HTTP_PROXY": proxy, "https_proxy": proxy, "HTTPS_PROXY": proxy,
-		"no_proxy": "localhost,127.0.0.1,::1,10.83.0.1", "NO_PROXY": "localhost,127.0.0.1,::1,10.83.0.1",
+	r := newEgressRig(t, func(*Config) {})
+	id := r.forkWith(r.boot(), rulesOf(1, "a.test", "b.test"))
+	at := r.gateway(id)
+	s, err := r.find(id)
+	if err != nil {
+		t.Fatal(err)
 	}
-	const bundle = "/etc/ssl/certs/ca-certificates.crt"
-	for _, c := range []struct {
-		opened    core.EgressPolicy
-		trusts    bool
-		own, want map[string]string
-	}{
-		{core.EgressProxied, false, nil, all},
-		{core.EgressDenyAll, true, nil, map[string]string{}},
-		{core.EgressAllowAll, true, map[string]string{"A": "1"}, map[string]string{"A": "1"}},
-		{
-			core.EgressProxied, true,
-			map[string]string{"http_proxy": "", "https_proxy": "", "no_proxy": "", "REQUESTS_CA_BUNDLE": "mine"},
-			map[string]string{"http_proxy": "", "https_proxy": "", "no_proxy": "", "REQUESTS_CA_BUNDLE": "mine", "NODE_EXTRA_CA_CERTS": bundle},
-		},
-		{
-			core.EgressProxied, false,
-			map[string]string{"A": "1", "https_proxy": "", "NO_PROXY": "x"},
-			map[string]string{"A": "1", "https_proxy": "", "NO_PROXY": "x", "http_proxy": proxy, "HTTP_PROXY": proxy},
-		},
-	} {
-		if diff := cmp.Diff(c.want, sessionEnv(c.own, c.opened, gateway, c.trusts)); diff != "" {
-			t.Errorf("%s with %v: %s", c.opened, c.own, diff)
+	obstacle := filepath.Join(s.runDir, journalFile+".new")
+	if err := os.Mkdir(obstacle, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "b.test")); !errors.Is(err, syscall.EISDIR) || core.CodeOf(err) != core.CodeRulesNotWritten || core.CategoryOf(err) != core.Unavailable {
+			t.Errorf("rules that were not written: %v (%s, %s)", err, core.CodeOf(err), core.CategoryOf(err))
 		}
 	}
+	testegress.Want(t, at, "a.test", denied)
+	if err := os.Remove(obstacle); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "b.test")); err != nil {
+		t.Fatal(err)
+	}
+	var j journal
+	b, err := os.ReadFile(filepath.Join(s.runDir, journalFile))
+	if err == nil {
+		err = json.Unmarshal(b, &j)
+	}
+	if err != nil || j.Sandbox.Rules.Version != 2 {
+		t.Errorf("the file of the journal has %+v, %v", j.Sandbox, err)
+	}
+	// The next runner, with another process, goes on with them.
+	c := r.egressClient()
+	bury := r.crash()
+	defer bury()
+	if err := c.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	r.start()
+	eventually.True(t, "the sandbox is served again", func() bool { return testegress.Ask(t, at, "b.test") == allowed })
+	testegress.Want(t, at, "a.test", denied)
+	r.wantOnly(id)
+}
+
+// TestRunnerRechecks: a sandbox whose network rules were changed is cut off, and connected again later.
+func TestRunnerRechecks(t *testing.T) {
+	t.Parallel()
+	reg := prometheus.NewRegistry()
+	r := newEgressRig(t, func(c *Config) { c.Recheck, c.Metrics = 20*time.Millisecond, reg })
+	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
+	s, err := r.find(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ns := s.ns.(*fakeNamespace)
+	r.net.mu.Lock()
+	ns.spoiled = true
+	r.net.mu.Unlock()
+	eventually.True(t, "it was cut off", func() bool { return testmetrics.One(t, reg, "coppice_runner_network_cuts_total") == 1 })
+	eventually.True(t, "it is connected again", func() bool {
+		r.net.mu.Lock()
+		defer r.net.mu.Unlock()
+		return ns.open == core.EgressProxied
+	})
+	testegress.Want(t, r.gateway(id), "a.test", allowed)
+	r.wantOnly(id)
 }

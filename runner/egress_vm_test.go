@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/testegress"
 	"github.com/coppice-dev/coppice/internal/testoutside"
 )
 
@@ -18,7 +19,7 @@ import (
 func TestEgressVM(t *testing.T) {
 	o := testoutside.New(t)
 	r := newRig(t, func(c *Config) {
-		c.Egress = egressOf(t, egressSettings{Names: o.Names, Private: []netip.Prefix{netip.MustParsePrefix(testoutside.Prefix)}})
+		c.Egress = testegress.Process(t, testegress.Settings{Names: o.Names, Private: []netip.Prefix{netip.MustParsePrefix(testoutside.Prefix)}})
 	})
 	from := r.template()
 	child := r.child()
@@ -93,25 +94,15 @@ func TestEgressVM(t *testing.T) {
 
 	// Without the process nothing passes, and it is back soon.
 	stream()
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	hello, err := client.Hello(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	client := testegress.Client(t, r.Runner.cfg.Egress)
+	hello := testegress.Hello(t, client)
 	if err := syscall.Kill(hello.PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	killed := time.Now()
 	eventually.True(t, "the tunnel has ended", func() bool { return o.Streams.Load() == 0 })
 	eventually.True(t, "there is a process again that has the sandbox", func() bool {
-		c, _ := r.egress.current()
-		if c == nil {
-			return false
-		}
-		list, err := c.List(t.Context())
+		list, err := client.List(t.Context())
 		return err == nil && len(list) == 1
 	})
 	t.Logf("the sandbox was served again %s after the process was killed; load %s", time.Since(killed), load())

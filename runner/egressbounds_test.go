@@ -9,14 +9,19 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testegress"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 )
 
 // TestLongHeaderName: a guest whose request would make a record that no message takes is in nobody's way: the flows of the host go on, its
 // egress process is the same one, and all machines run, also under the next runner.
 func TestLongHeaderName(t *testing.T) {
 	t.Parallel()
-	r := newEgressRig(t, func(*Config) {})
+	reg := prometheus.NewRegistry()
+	r := newEgressRig(t, func(c *Config) { c.Metrics = reg })
 	base := r.boot()
 	id, other := r.forkWith(base, rulesOf(1)), r.forkWith(base, rulesOf(1, "a.test"))
 	c, err := net.Dial("tcp", r.gateway(id))
@@ -30,11 +35,8 @@ func TestLongHeaderName(t *testing.T) {
 	if b, err := io.ReadAll(c); err != nil || !strings.Contains(string(b), http.StatusText(http.StatusForbidden)) {
 		t.Errorf("the guest was told %.200q, %v", b, err)
 	}
-	want(t, r.gateway(other), "a.test", allowed)
-	was, err := r.egress.instance(t)
-	if err != nil {
-		t.Fatal(err)
-	}
+	testegress.Want(t, r.gateway(other), "a.test", allowed)
+	was := testegress.Hello(t, r.egressClient()).Instance
 	seen := func() {
 		t.Helper()
 		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
@@ -52,26 +54,16 @@ func TestLongHeaderName(t *testing.T) {
 		}
 	}
 	seen()
-	if n := r.egress.ended.Load() + r.egress.hung.Load(); n != 0 {
-		t.Errorf("%d egress processes have ended", n)
+	if got := testmetrics.Of(t, reg); got["coppice_egress_restarts_total ended"]+got["coppice_egress_restarts_total hung"] != 0 {
+		t.Errorf("egress processes have ended: %v", got)
 	}
+	r.cfg.Metrics = nil // the next runner has its own
 	bury := r.crash()
 	defer bury()
 	r.start()
-	if is, err := r.egress.instance(t); err != nil || is != was {
-		t.Errorf("the egress process is %s and was %s, %v", is, was, err)
+	if is := testegress.Hello(t, r.egressClient()).Instance; is != was {
+		t.Errorf("the egress process is %s and was %s", is, was)
 	}
-	want(t, r.gateway(other), "a.test", allowed)
+	testegress.Want(t, r.gateway(other), "a.test", allowed)
 	r.wantOnly(id, other)
-}
-
-// instance is the instance of the process.
-func (e *egressLink) instance(t *testing.T) (string, error) {
-	t.Helper()
-	c, err := e.await(t.Context())
-	if err != nil {
-		return "", err
-	}
-	h, err := c.Hello(t.Context())
-	return h.Instance, err
 }

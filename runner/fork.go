@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/egresslink"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/lease"
@@ -79,7 +80,7 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *checkpoints.Opened, child ru
 	}()
 	out.SandboxID = child.SandboxID
 	watch := core.NewStopwatch()
-	if err := r.checkRules(r.openedWith(child.Egress), child.Rules); err != nil {
+	if err := egresslink.CheckRules(r.egress.OpenedWith(child.Egress), child.Rules); err != nil {
 		out.Problem = runnerapi.ProblemOf(forkError(child, ckpt, err))
 		return out
 	}
@@ -225,7 +226,7 @@ func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int6
 	want := guestapi.ResealRequest{
 		CheckpointID: ckpt.ID, Identity: child.Identity, Entropy: entropy(guestapi.EntropySize),
 		Network: guestapi.Network{Prefix: 32, Gateway: gateway, GatewayMAC: gatewayMAC, DNS: r.cfg.Network.Resolvers(child.Egress)},
-		Token:   hex.EncodeToString(entropy(32)), Env: sessionEnv(child.Env, child.Egress, gateway, child.CA != ""), CA: child.CA, GrowDisk: child.DiskGiB > 0,
+		Token:   hex.EncodeToString(entropy(32)), Env: egresslink.SessionEnv(child.Env, child.Egress, gateway, child.CA != ""), CA: child.CA, GrowDisk: child.DiskGiB > 0,
 		HostTimeNS: time.Now().UnixNano(),
 	}
 	if want.GrowDisk {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/confine"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
+	"github.com/coppice-dev/coppice/internal/testegress"
 	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
@@ -25,9 +26,10 @@ const beAPager = "be-a-pager"
 // TestMain runs the tests, or is a pager or an egress process if it was started with that argument.
 func TestMain(m *testing.M) {
 	confine.Enter(diffhelper.Task())
+	testegress.Enter()
 	confinetest.AllowWithoutRoot(m)
 	if len(os.Args) > 1 {
-		be := map[string]func(io.Reader) error{beAPager: servePages, beAnEgressProcess: carry}[os.Args[1]]
+		be := map[string]func(io.Reader) error{beAPager: servePages}[os.Args[1]]
 		if be != nil {
 			if err := be(os.Stdin); err != nil {
 				fmt.Fprintln(os.Stderr, err)

@@ -49,7 +49,7 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	reg.MustRegister(m.children, m.captures, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), r.lazy.Collector())
 	reg.MustRegister(r.fetches.Collectors()...)
 	if r.cfg.Egress != nil {
-		reg.MustRegister(newEgressState(r.egress))
+		reg.MustRegister(r.egress.Collector())
 	}
 	return m
 }

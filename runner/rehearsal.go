@@ -149,7 +149,7 @@ func (r rehearsals) understudy() (runnerapi.Child, error) {
 		Identity: core.Identity{
 			Generation: rand.Text(), Hostname: "rehearsal", MachineID: hex.EncodeToString(b[:16]), MAC: net.HardwareAddr(append([]byte{0x02}, b[32:]...)).String(), IP: ip,
 		},
-		Egress: r.openedWith(core.EgressDenyAll), CA: authority,
+		Egress: r.egress.OpenedWith(core.EgressDenyAll), CA: authority,
 	}, err
 }
 

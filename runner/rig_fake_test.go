@@ -2,7 +2,6 @@ package runner
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -20,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/testegress"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/netns"
@@ -242,7 +242,9 @@ type fakeNamespace struct {
 	name string
 	id   core.Identity
 	open core.EgressPolicy
-	at   [3]string // where its egress sockets are, once they were opened: the proxy's, that of intercepted connections, the resolver's
+
+	spoiled bool // another program has changed its rules
+	sockets testegress.Sockets
 }
 
 func (n *fakeNetwork) count() int {
@@ -298,38 +300,19 @@ func (s *fakeNamespace) Open(_ context.Context, p core.EgressPolicy) error {
 	return s.change(func() { s.open = p })
 }
 
-// EgressSockets opens sockets on the loopback device, and again at the same addresses.
-func (s *fakeNamespace) EgressSockets(ctx context.Context) (out netns.EgressSockets, err error) {
-	s.net.mu.Lock()
-	defer s.net.mu.Unlock()
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, out.Close())
-		}
-	}()
-	for i, f := range []**os.File{&out.Proxy, &out.Intercepted, &out.ResolverTCP} {
-		if s.at[i] == "" {
-			s.at[i] = "127.0.0.1:0"
-		}
-		l, err := (&net.ListenConfig{}).Listen(ctx, "tcp4", s.at[i])
-		if err != nil {
-			return out, err
-		}
-		s.at[i] = l.Addr().String()
-		*f, err = l.(*net.TCPListener).File()
-		if err = errors.Join(err, l.Close()); err != nil {
-			return out, err
-		}
-	}
-	u, err := (&net.ListenConfig{}).ListenPacket(ctx, "udp4", s.at[2])
-	if err != nil {
-		return out, err
-	}
-	out.ResolverUDP, err = u.(*net.UDPConn).File()
-	return out, errors.Join(err, u.Close())
+func (s *fakeNamespace) EgressSockets(ctx context.Context) (netns.EgressSockets, error) {
+	return s.sockets.Open(ctx)
 }
 
-func (*fakeNamespace) Check(context.Context) error { return nil }
+func (s *fakeNamespace) Check(context.Context) error {
+	s.net.mu.Lock()
+	defer s.net.mu.Unlock()
+	if !s.spoiled {
+		return nil
+	}
+	s.spoiled, s.open = false, ""
+	return netns.ErrRulesDiffer
+}
 
 func (s *fakeNamespace) Release(context.Context) error {
 	return s.change(func() { delete(s.net.spaces, s.name) })

@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/compare"
+	"github.com/coppice-dev/coppice/runner/egresslink"
 	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/lazy"
@@ -42,7 +43,7 @@ type Runner struct {
 	bases       *memory.BaseStore
 	room        *room.Room   // the disk space that fetches may take
 	lazy        *lazy.Images // memory and root file systems that are used before they are complete
-	egress      *egressLink
+	egress      *egresslink.Link
 	keys        envelope.Ring // keys of objects in the store, from the controller
 	blobs       blob.Blobs    // the store with these keys; nil: there is none
 	roots       *roots.Store
@@ -100,7 +101,6 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	}
 	r.leave.Store(cfg.Leave)
 	r.room = room.New(cfg.DataDir, cfg.Store.Floor)
-	r.egress = newEgressLink(r)
 	r.blobs = envelope.With(cfg.Store.Blobs, &r.keys)
 	for _, dir := range []string{cfg.DataDir, r.shellsDir(), cfg.RunDir} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -130,6 +130,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		cfg.Log.WarnContext(ctx, "forwarded ports and outgoing connections share ports", "problem", warning)
 	}
 	r.runCtx, r.stop = context.WithCancel(context.Background())
+	r.egress = newEgressLink(r)
 	if r.lazy, err = openLazy(r); err != nil {
 		return nil, err
 	}
@@ -206,9 +207,9 @@ func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.lease.Guard(r.runCtx, r.fenceExpired) })
 	r.wg.Go(func() { r.tidy(r.runCtx) })
 	r.wg.Go(func() { r.lazy.Run(r.runCtx) })
-	r.wg.Go(func() { r.egress.run(r.runCtx) })
+	r.wg.Go(func() { r.egress.Run(r.runCtx) })
 	r.wg.Go(func() { r.lazy.WatchStalls(r.runCtx, r.updateStalls) })
-	r.wg.Go(func() { r.recheck(r.runCtx) })
+	r.wg.Go(func() { r.egress.Recheck(r.runCtx, r.cfg.Recheck, r.egresses) })
 	for _, s := range r.adopted {
 		s.ports.Reopen(s.Sandbox.Ports)
 		r.wg.Add(1)
@@ -286,7 +287,7 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 		},
 		DiskFreeMB: free / 1e6, Weak: r.cfg.Weak,
 	}
-	info.EgressKey, info.EgressURL = r.egress.reach()
+	info.EgressKey, info.EgressURL = r.egress.Reach()
 	if list, err := r.Images(); err == nil { // otherwise the controller keeps the list that it has
 		info.Images = runnerapi.SumImages(list)
 	}

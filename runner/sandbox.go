@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/egresslink"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/portforward"
@@ -45,11 +46,7 @@ type sandbox struct {
 
 	loopback loopbackPlaces // of connections that the agent makes
 
-	egressMu  sync.Mutex // held while the sandbox is given to the egress process, or its rules change; guards what follows
-	served    bool       // the egress process serves it, or will do so as soon as one runs again
-	told      told       // what the egress process is known to have of its rules
-	cut       bool       // its network rules were not those that were applied: no traffic passes until they are again
-	unwritten bool       // its rules are newer than those in the file of the journal
+	egress *egresslink.Sandbox // its rules, and what the egress process has of them; never nil
 
 	mu   sync.Mutex // guards what follows
 	info runnerapi.Sandbox
@@ -64,7 +61,7 @@ type sandbox struct {
 func newSandbox(r *Runner, sh *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
 	info.ID, info.StartedAt = id, time.Now()
 	s := &sandbox{shell: sh, work: make(chan struct{}, 1), gone: make(chan struct{}), left: make(chan struct{}), info: info}
-	s.ports, s.loopback = portsOf(r, s), loopbackOf(r, s)
+	s.ports, s.loopback, s.egress = portsOf(r, s), loopbackOf(r, s), egressOf(r, s)
 	return s
 }
 
@@ -78,6 +75,23 @@ func (s *sandbox) lock(ctx context.Context) error {
 }
 
 func (s *sandbox) unlock() { <-s.work }
+
+// tryLock is lock for background work. ok is false if another operation is under way, or the sandbox has ended or was left.
+func (s *sandbox) tryLock() (release func(), ok bool) {
+	select {
+	case s.work <- struct{}{}:
+	default:
+		return nil, false
+	}
+	select {
+	case <-s.gone:
+	case <-s.left:
+	default:
+		return s.unlock, true
+	}
+	s.unlock()
+	return nil, false
+}
 
 func (s *sandbox) snapshot() runnerapi.Sandbox {
 	s.mu.Lock()
@@ -229,7 +243,7 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	}
 	r.usages.end(s.info.ID, s.machine.Handle())
 	s.ports.CloseAll()
-	r.egress.end(ctx, s)
+	s.egress.End(ctx)
 	s.mu.Lock()
 	if s.guest != nil {
 		_ = s.guest.Close() // the guest is about to end anyway
@@ -359,7 +373,7 @@ func (r *Runner) close(ctx context.Context) error {
 		errs = append(errs, r.lazy.Stop(ctx))
 	}
 	if !r.leave.Load() || len(r.all()) == 0 { // there is no sandbox left to serve
-		errs = append(errs, r.egress.stop(ctx))
+		errs = append(errs, r.egress.Stop(ctx))
 	}
 	return errors.Join(errs...)
 }

@@ -134,7 +134,7 @@ var rules = []rule{
 	{subtree: "internal/cli/user", not: []string{"internal/cli/operator"}, why: "commands of users know no command of an operator"},
 	{subtree: "internal/cli/operator", not: []string{"internal/cli/user"}, why: "commands of operators know no command of a user"},
 	{subtree: "internal/cli/clitest", only: []string{"api", "core", "sdk/go", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "a server of tests has the routes of the contract and nothing behind them"},
-	{subtree: "internal", except: []string{"internal/bench", "internal/cli", "internal/daemon", "internal/devstack", "internal/hostcheck", "internal/kvmlane", "internal/poolrun", "internal/sdkserver", "internal/testoutside", "internal/testpool", "internal/testvm", "internal/e2e"}, only: []string{"core"}, why: "helpers know the vocabulary and one another"},
+	{subtree: "internal", except: []string{"internal/bench", "internal/cli", "internal/daemon", "internal/devstack", "internal/hostcheck", "internal/kvmlane", "internal/poolrun", "internal/sdkserver", "internal/testegress", "internal/testoutside", "internal/testpool", "internal/testvm", "internal/e2e"}, only: []string{"core"}, why: "helpers know the vocabulary and one another"},
 }
 
 func TestDependencyDirection(t *testing.T) {

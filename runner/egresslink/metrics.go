@@ -1,4 +1,4 @@
-package runner
+package egresslink
 
 import (
 	"context"
@@ -9,22 +9,23 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// egressState exports the counters of the egress process, because that process has no port of its own.
-type egressState struct {
-	e *egressLink
+// state exports the counters of the egress process, because that process has no port of its own.
+type state struct {
+	link *Link
 
 	up, sandboxes, open, flows, answers, unrecorded, spool, spoolMax, restarts, aside, tooLong *prometheus.Desc
 }
 
-// egressScrape is how long the process may take to answer a scrape.
-const egressScrape = 2 * time.Second
+// scrapeTime is how long the process may take to answer a scrape.
+const scrapeTime = 2 * time.Second
 
-func newEgressState(e *egressLink) *egressState {
+// Collector returns the metrics of the egress process.
+func (l *Link) Collector() prometheus.Collector {
 	desc := func(name, help string, labels ...string) *prometheus.Desc {
 		return prometheus.NewDesc("coppice_egress_"+name, help, labels, nil)
 	}
-	return &egressState{
-		e:          e,
+	return &state{
+		link:       l,
 		up:         desc("up", "1 while the egress process of this host answers; otherwise no traffic leaves the sandboxes."),
 		sandboxes:  desc("sandboxes", "Sandboxes that the egress process serves."),
 		open:       desc("flows_open", "Flows that are under way."),
@@ -41,23 +42,23 @@ func newEgressState(e *egressLink) *egressState {
 }
 
 // Describe implements prometheus.Collector.
-func (s *egressState) Describe(out chan<- *prometheus.Desc) {
+func (s *state) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{s.up, s.sandboxes, s.open, s.flows, s.answers, s.unrecorded, s.spool, s.spoolMax, s.restarts, s.aside, s.tooLong} {
 		out <- d
 	}
 }
 
 // Collect asks the process.
-func (s *egressState) Collect(out chan<- prometheus.Metric) {
+func (s *state) Collect(out chan<- prometheus.Metric) {
 	gauge := func(d *prometheus.Desc, v float64) { out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v) }
 	count := func(d *prometheus.Desc, v int64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
 	}
-	count(s.restarts, s.e.ended.Load(), "ended")
-	count(s.restarts, s.e.hung.Load(), "hung")
-	ctx, cancel := context.WithTimeout(s.e.r.runCtx, egressScrape)
+	count(s.restarts, s.link.ended.Load(), "ended")
+	count(s.restarts, s.link.hung.Load(), "hung")
+	ctx, cancel := context.WithTimeout(s.link.cfg.Life, scrapeTime)
 	defer cancel()
-	c, _ := s.e.current()
+	c, _ := s.link.current()
 	if c == nil {
 		gauge(s.up, 0)
 		return

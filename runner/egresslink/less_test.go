@@ -1,10 +1,9 @@
-package runner
+package egresslink
 
 import (
 	"errors"
 	"fmt"
 	"net/http"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
@@ -18,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/internal/testegress"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 
@@ -41,39 +41,32 @@ func TestTakenAwayFirst(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := newEgressRig(t, func(*Config) {})
-			id := r.forkWith(r.boot(), rulesOf(1, "a.test", "b.test"))
-			at := r.gateway(id)
-			client, err := r.egress.await(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			hello, err := client.Hello(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			want(t, at, "a.test", allowed)
+			r := newRig(t)
+			g := r.serve(rulesOf(1, "a.test", "b.test"))
+			at := g.sockets.Proxy()
+			client := r.process()
+			hello := testegress.Hello(t, client)
+			testegress.Want(t, at, "a.test", allowed)
 			rules := rulesOf(2, "b.test")
 			rules.Key = hello.Key
 			c.spoil(&rules)
 			for range 2 {
-				if err := r.SetEgressRules(t.Context(), id, rules); err == nil {
+				if err := g.SetRules(t.Context(), rules); err == nil {
 					t.Error("rules that cannot be delivered are in force")
 				}
-				want(t, at, "a.test", denied)
-				want(t, at, "b.test", c.kept)
+				testegress.Want(t, at, "a.test", denied)
+				testegress.Want(t, at, "b.test", c.kept)
 			}
 			// Another process, which begins with the journal.
 			if err := client.Stop(t.Context()); err != nil {
 				t.Fatal(err)
 			}
-			eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at, "b.test") == c.kept })
-			want(t, at, "a.test", denied)
-			if err := r.SetEgressRules(t.Context(), id, rulesOf(3, "b.test", "a.test")); err != nil {
+			eventually.True(t, "the sandbox is served again", func() bool { return testegress.Ask(t, at, "b.test") == c.kept })
+			testegress.Want(t, at, "a.test", denied)
+			if err := g.SetRules(t.Context(), rulesOf(3, "b.test", "a.test")); err != nil {
 				t.Fatal(err)
 			}
-			want(t, at, "a.test", allowed)
-			r.wantOnly(id)
+			testegress.Want(t, at, "a.test", allowed)
 		})
 	}
 }
@@ -81,76 +74,62 @@ func TestTakenAwayFirst(t *testing.T) {
 // TestCutOff: where a process takes neither rules nor less, it loses the sandbox, and gets it anew with the next rules that it takes.
 func TestCutOff(t *testing.T) {
 	t.Parallel()
-	r := newEgressRig(t, func(*Config) {})
-	id := r.forkWith(r.boot(), rulesOf(1, "a.test", "b.test"))
-	at := r.gateway(id)
-	process, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	r := newRig(t)
+	g := r.serve(rulesOf(1, "a.test", "b.test"))
+	at := g.sockets.Proxy()
+	process := r.process()
 	var refuse atomic.Bool
 	refuse.Store(true)
-	r.egress.set(refusing(t, process, &refuse), nil)
+	r.set(refusing(t, process, &refuse), nil)
 	began := time.Now()
-	if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "b.test")); core.CodeOf(err) != core.CodeEgressReduced {
+	if err := g.SetRules(t.Context(), rulesOf(2, "b.test")); core.CodeOf(err) != core.CodeEgressReduced {
 		t.Errorf("a process that takes no rules: %v", err)
 	}
 	for _, host := range []string{"a.test", "b.test"} {
-		want(t, at, host, 0)
+		testegress.Want(t, at, host, 0)
 	}
 	if took := time.Since(began); took > 2*lessPatience+time.Minute { // a proxy that is asked without end takes its own time
 		t.Errorf("the sandbox was cut off after %s", took)
 	}
 	refuse.Store(false)
-	if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "b.test")); err != nil {
+	if err := g.SetRules(t.Context(), rulesOf(2, "b.test")); err != nil {
 		t.Fatal(err)
 	}
-	want(t, at, "b.test", allowed)
-	want(t, at, "a.test", denied)
+	testegress.Want(t, at, "b.test", allowed)
+	testegress.Want(t, at, "a.test", denied)
 }
 
 // TestRestored: rules that a process has not taken are given to it again after a while, and not before.
 func TestRestored(t *testing.T) {
 	t.Parallel()
-	r := newEgressRig(t, func(*Config) {})
-	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
-	at := r.gateway(id)
-	c, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	s, err := r.find(id)
-	if err != nil {
-		t.Fatal(err)
-	}
-	s.egressMu.Lock()
-	err = r.egress.reduce(t.Context(), c, s, errors.New("it has failed"))
-	s.egressMu.Unlock()
+	r := newRig(t)
+	g := r.serve(rulesOf(1, "a.test"))
+	at := g.sockets.Proxy()
+	c := r.process()
+	g.Sandbox.mu.Lock()
+	err := g.reduce(t.Context(), c, errors.New("it has failed"))
+	g.Sandbox.mu.Unlock()
 	if core.CodeOf(err) != core.CodeEgressReduced {
 		t.Errorf("a sandbox is reduced with %v", err)
 	}
-	r.egress.restore(t.Context(), c)
-	want(t, at, "a.test", denied)
-	s.egressMu.Lock()
-	s.told.tried = s.told.tried.Add(-lessPause)
-	s.egressMu.Unlock()
-	r.egress.restore(t.Context(), c)
-	want(t, at, "a.test", allowed)
-	s.egressMu.Lock()
-	defer s.egressMu.Unlock()
-	if !s.told.has(c, s.rules()) {
-		t.Errorf("it is told %+v", s.told)
+	r.restore(t.Context(), c)
+	testegress.Want(t, at, "a.test", denied)
+	g.Sandbox.mu.Lock()
+	g.told.tried = g.told.tried.Add(-lessPause)
+	g.Sandbox.mu.Unlock()
+	r.restore(t.Context(), c)
+	testegress.Want(t, at, "a.test", allowed)
+	g.Sandbox.mu.Lock()
+	defer g.Sandbox.mu.Unlock()
+	if !g.told.has(c, g.rules) {
+		t.Errorf("it is told %+v", g.told)
 	}
 }
 
 // refusing is a client of what passes on to an egress process what concerns its sandboxes, and may refuse all rules.
 func refusing(t *testing.T, process *egress.Client, refuse *atomic.Bool) *egress.Client {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "way") //nolint:usetesting // the path of a socket must be short
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	dir := testegress.ShortDir(t)
 	listen, err := sidecar.Listen(filepath.Join(dir, "sock"))
 	if err != nil {
 		t.Fatal(err)
@@ -198,27 +177,22 @@ func refusing(t *testing.T, process *egress.Client, refuse *atomic.Bool) *egress
 // TestRevoked: a grant that was revoked is with no process any more, also when the grants that are left cannot be delivered.
 func TestRevoked(t *testing.T) {
 	t.Parallel()
-	r := newEgressRig(t, func(*Config) {})
-	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
-	client, err := r.egress.await(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	hello, err := client.Hello(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	base := "http://" + r.gateway(id) + grant.BasePath + "a/"
+	r := newRig(t)
+	g := r.serve(rulesOf(1, "a.test"))
+	client := r.process()
+	hello := testegress.Hello(t, client)
+	base := "http://" + g.sockets.Proxy() + grant.BasePath + "a/"
 	one := grant.Grant{
 		ID: "a", Mode: grant.ModeBaseURL, Placeholder: grant.NewPlaceholder(), Secret: grant.NewSecret("a secret of this test"), Header: "Authorization",
 		Targets: []grant.Target{target(t, "a.test:443")},
 	}
 	rules := rulesOf(2, "a.test")
 	rules.Key = hello.Key
-	if rules.Grants, err = grant.Seal(hello.Key, id, 2, grant.Bundle{Grants: []grant.Grant{one}}); err != nil {
+	var err error
+	if rules.Grants, err = grant.Seal(hello.Key, g.id, 2, grant.Bundle{Grants: []grant.Grant{one}}); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.SetEgressRules(t.Context(), id, rules); err != nil {
+	if err := g.SetRules(t.Context(), rules); err != nil {
 		t.Fatal(err)
 	}
 	if got := get(t, base); got != allowed {
@@ -226,7 +200,7 @@ func TestRevoked(t *testing.T) {
 	}
 	rules = rulesOf(3, "a.test")
 	rules.Key, rules.Grants = hello.Key, make([]byte, 160<<10)
-	if err := r.SetEgressRules(t.Context(), id, rules); err == nil {
+	if err := g.SetRules(t.Context(), rules); err == nil {
 		t.Error("grants that cannot be delivered are in force")
 	}
 	if got := get(t, base); got == allowed {
