@@ -4,10 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
-	"slices"
 	"sync"
 	"time"
 
@@ -16,21 +14,24 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/lease"
+	"github.com/coppice-dev/coppice/runner/leftovers"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // takeOver adopts the sandboxes that an earlier runner left running, and takes down everything else that this runner left. It is
 // called before anything is started. A sandbox that cannot be adopted is remembered as dead, with the cause: it is never replaced.
-func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
+func (r *Runner) takeOver(ctx context.Context, list []leftovers.Leftover) error {
 	expired := r.lease.Expired()
-	var mu sync.Mutex // guards doomed and kept
-	var doomed []leftover
-	var kept []*sandbox
+	var mu sync.Mutex // guards doomed, adopted and kept
+	var doomed []leftovers.Leftover
+	var adopted []*sandbox
+	var kept []leftovers.Kept
 	var wg sync.WaitGroup
 	places := make(chan struct{}, r.cfg.Parallel)
 	for _, l := range list {
-		if !l.adoptable() || r.suspended(l.journal.Sandbox) {
+		if !l.Adoptable() || r.suspended(l.Journal.Sandbox) {
 			doomed = append(doomed, l)
 			continue
 		}
@@ -40,42 +41,43 @@ func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
 			var s *sandbox
 			var err error = lease.ErrExpired
 			if !expired {
-				s, err = r.adopt(ctx, l.journal)
+				s, err = r.adopt(ctx, l.Journal)
 			}
 			mu.Lock()
 			defer mu.Unlock()
 			if err != nil {
-				r.bury(l.journal.Sandbox.Info, err)
+				r.markDead(l.Journal.Sandbox.Info, err)
 				doomed = append(doomed, l)
 				return
 			}
-			kept = append(kept, s)
+			adopted = append(adopted, s)
+			kept = append(kept, leftovers.Kept{ID: s.ID, Namespace: s.Namespace, Handle: *s.Handle})
 		})
 	}
 	wg.Wait()
-	for _, s := range kept {
+	for _, s := range adopted {
 		r.sandboxes[s.info.ID] = s
 		s.egress.Adopt()
 		r.cfg.Log.InfoContext(ctx, "sandbox taken over", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "pid", s.Handle.PID)
 	}
-	r.adopted = kept
-	err := r.clear(ctx, doomed, kept)
+	r.adopted = adopted
+	err := r.leftovers.TakeDown(ctx, doomed, kept)
 	for _, l := range doomed {
-		if l.adoptable() { // its base was lent in case the sandbox is adopted
-			err = errors.Join(err, r.checkpoints.GiveBack(l.journal.Shape.Base))
+		if l.Adoptable() { // its base was lent in case the sandbox is adopted
+			err = errors.Join(err, r.checkpoints.GiveBack(l.Journal.Shape.Base))
 		}
 	}
 	return err
 }
 
 // suspended reports whether a sandbox should end with a capture, and the checkpoint of this capture exists: a resume uses the checkpoint.
-func (r *Runner) suspended(j *sandboxJournal) bool {
+func (r *Runner) suspended(j *journal.Sandbox) bool {
 	_, err := r.checkpoints.Get(j.Capture)
 	return j.Stop && err == nil
 }
 
-// bury remembers a sandbox that was running and cannot be adopted.
-func (r *Runner) bury(info runnerapi.Sandbox, cause error) {
+// markDead remembers a sandbox that was running and cannot be adopted.
+func (r *Runner) markDead(info runnerapi.Sandbox, cause error) {
 	info.State = runnerapi.SandboxDead
 	info.Exit = "it was not taken over when its runner was started again: " + core.MessageOf(cause)
 	r.mu.Lock()
@@ -84,81 +86,14 @@ func (r *Runner) bury(info runnerapi.Sandbox, cause error) {
 	r.cfg.Log.Warn("sandbox was not taken over", "sandbox_id", info.ID, "workspace_id", info.WorkspaceID, "err", cause)
 }
 
-// endTime is how long the machines of an earlier runner may take to end. A process ends within milliseconds of SIGKILL, unless the kernel
-// waits for something in it.
-const endTime = time.Minute
-
-var errUnending = fmt.Errorf("it has not ended %s after SIGKILL: the kernel waits for its disk or for its memory; start the runner again when that is back", endTime)
-
-// clear takes down what an earlier runner left and this one has not adopted: what the journals name, and everything on this host with
-// the mark of the cluster. It ends the VMMs first, because nothing may be removed that a living VMM uses.
-func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) error {
-	var errs []error
-	end, cancel := context.WithTimeoutCause(ctx, endTime, errUnending)
-	defer cancel()
-	for _, l := range doomed {
-		if l.journal != nil && l.journal.Handle != nil {
-			driver, _ := r.driverOf(*l.journal.Handle) // a machine of an unknown driver is ended as a process
-			errs = append(errs, driver.End(end, *l.journal.Handle))
-		}
-	}
-	handles := make([]vmm.Handle, 0, len(kept))
-	groups, namespaces := map[string]bool{}, map[string]bool{}
-	for _, s := range kept {
-		handles = append(handles, *s.Handle)
-		groups[string(s.ID)], namespaces[s.Namespace] = true, true
-	}
-	stray := 0
-	for _, driver := range r.drivers() {
-		n, err := driver.Reap(end, r.clusterHash, handles)
-		stray, errs = stray+n, append(errs, err)
-	}
-	if err := errors.Join(errs...); err != nil {
-		return err
-	}
-	errs = nil
-	errs = append(errs, r.cfg.Cgroups.Reconcile(ctx, groups), r.cfg.Network.Reconcile(ctx, namespaces))
-	for _, l := range doomed {
-		// The journal is removed last: if the runner ends in between, the next one finds the rest.
-		errs = append(errs, os.RemoveAll(filepath.Join(r.shellsDir(), l.name)), os.RemoveAll(filepath.Join(r.cfg.RunDir, l.name)))
-	}
-	if len(doomed)+stray > 0 {
-		r.cfg.Log.WarnContext(ctx, "took down what an earlier runner left", "shells", len(doomed), "stray_vmms", stray)
-	}
-	return errors.Join(errs...)
-}
-
-// driverOf returns the driver that knows a machine: an earlier runner may have started it on another VMM than this runner uses. If no driver
-// knows the machine, it returns the runner's own driver.
-func (r *Runner) driverOf(h vmm.Handle) (driver vmm.Driver, known bool) {
-	if h.Driver == r.class.VMM {
-		return r.cfg.Driver, true
-	}
-	if other, ok := r.cfg.Others[h.Driver]; ok {
-		return other, true
-	}
-	return r.cfg.Driver, false
-}
-
-// drivers are all drivers that an earlier runner may have used.
-func (r *Runner) drivers() []vmm.Driver {
-	list := []vmm.Driver{r.cfg.Driver}
-	for _, name := range slices.Sorted(maps.Keys(r.cfg.Others)) {
-		if name != r.class.VMM {
-			list = append(list, r.cfg.Others[name])
-		}
-	}
-	return list
-}
-
-// adopt takes over one sandbox. After an error, its VMM and everything that the VMM uses are unchanged, and clear takes them down.
-func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) {
-	driver, known := r.driverOf(*j.Handle)
+// adopt takes over one sandbox. After an error, its VMM and everything that the VMM uses are unchanged, and TakeDown takes them down.
+func (r *Runner) adopt(ctx context.Context, j *journal.Journal) (_ *sandbox, err error) {
+	driver, known := r.leftovers.Drivers.Of(*j.Handle)
 	if !known {
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "its VMM is %q, which this runner does not know", core.Clip(j.Handle.Driver))
 	}
 	sh := &shell{
-		journal: *j, dir: filepath.Join(r.shellsDir(), string(j.ID)), runDir: filepath.Join(r.cfg.RunDir, string(j.ID)), made: time.Now(),
+		Shell: j.Shell, dir: filepath.Join(r.shellsDir(), string(j.ID)), runDir: filepath.Join(r.cfg.RunDir, string(j.ID)), made: time.Now(),
 		shape: shape{base: j.Shape.Base, image: j.Shape.Image, root: j.Shape.Root, resources: j.Shape.Resources, diskBytes: j.Shape.DiskBytes},
 	}
 	if sh.Class == (runnerapi.RunnerClass{}) {
@@ -199,7 +134,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 	}
 	// The pool counts the namespace from here on: after an error it must be given back, once the VMM has ended.
 	steps.Push("namespace", func(ctx context.Context) error { return errors.Join(sh.machine.Kill(ctx), sh.ns.Release(ctx)) })
-	s := newSandbox(r, sh, info.ID, info)
+	s := newSandbox(r, sh, info.ID, info, j.Sandbox)
 	s.info, s.reseal, s.attestation = info, j.Sandbox.Reseal, j.Sandbox.Attestation
 	s.egress.SetFirst(j.Sandbox.Egress, j.Sandbox.Rules)
 	if s.reseal != nil {
@@ -213,7 +148,8 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 // goOn makes sure that an adopted sandbox runs, with fresh entropy if it was captured: its last runner may have died between any two
 // steps of a capture.
 func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
-	capture := s.Sandbox.Capture
+	noted, _ := s.notes.Read()
+	capture := noted.Capture
 	running, err := s.machine.Running(ctx)
 	for begun := time.Now(); errors.Is(err, vmm.ErrWaits) && s.Pager == "" && time.Since(begun) < r.cfg.GuestTimeout; { // its disk is slow
 		running, err = s.machine.Running(ctx)
@@ -240,7 +176,7 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 
 // noteCutShort notes that a capture is no longer under way, because it was cut short, and that its machine is ready.
 func (r *Runner) noteCutShort(s *sandbox) error {
-	return s.record(func(j *sandboxJournal) {
+	return s.notes.Change(func(j *journal.Sandbox) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		s.frozen, s.info.State = false, runnerapi.SandboxReady

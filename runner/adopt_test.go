@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
@@ -198,7 +199,7 @@ func TestNotTakenOver(t *testing.T) {
 	t.Parallel()
 	edit := func(change func(j map[string]any)) func(*fakeRig, *sandbox) {
 		return func(r *fakeRig, s *sandbox) {
-			path := filepath.Join(s.runDir, journalFile)
+			path := filepath.Join(s.runDir, journal.File)
 			b, err := os.ReadFile(path)
 			if err != nil {
 				r.t.Fatal(err)
@@ -229,7 +230,7 @@ func TestNotTakenOver(t *testing.T) {
 		"place is beyond":        {spoil: edit(func(j map[string]any) { j["slot"] = 1000 }), want: "its place, number 1000"},
 		"lease is over":          {spoil: func(r *fakeRig, _ *sandbox) { _ = r.lease.Attempt()(time.Nanosecond) }, want: "no word from the controller"},
 		"journal is damaged": {spoil: func(_ *fakeRig, s *sandbox) {
-			_ = os.WriteFile(filepath.Join(s.runDir, journalFile), []byte("{\"ver"), 0o600)
+			_ = os.WriteFile(filepath.Join(s.runDir, journal.File), []byte("{\"ver"), 0o600)
 		}, silent: true},
 		"journal is gone":         {spoil: func(_ *fakeRig, s *sandbox) { _ = os.RemoveAll(s.runDir) }, silent: true},
 		"journal is of a later":   {spoil: edit(func(j map[string]any) { j["version"] = 2 }), silent: true},

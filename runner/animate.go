@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/journal"
 )
 
 // animation is what happens to a shell until it is a sandbox that is ready.
@@ -48,7 +49,7 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *checkpoints.Open
 }
 
 func (a *animation) announce(context.Context) error {
-	err := a.s.record(func(j *sandboxJournal) { j.Info, j.Egress, j.Rules = a.s.snapshot(), a.child.Egress, a.child.Rules })
+	err := a.s.notes.Announce(journal.Sandbox{Info: a.s.snapshot(), Egress: a.child.Egress, Rules: a.child.Rules})
 	if err == nil {
 		a.s.egress.SetFirst(a.child.Egress, a.child.Rules)
 	}
@@ -104,7 +105,7 @@ func (a *animation) ready(context.Context) error {
 	a.report.Complete = true
 	info := a.s.snapshot()
 	info.State = runnerapi.SandboxReady
-	if err := a.s.record(func(j *sandboxJournal) { j.Info, j.Reseal, j.Attestation = info, a.report, a.attestation }); err != nil {
+	if err := a.s.notes.Change(func(j *journal.Sandbox) { j.Info, j.Reseal, j.Attestation = info, a.report, a.attestation }); err != nil {
 		return err
 	}
 	a.s.reseal, a.s.attestation = a.report, a.attestation

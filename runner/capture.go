@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
+	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -95,7 +96,7 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 	if frozen { // the code that thaws it notes the end of the capture
 		return rec, err
 	}
-	if recordErr := s.record(func(j *sandboxJournal) { j.Capture, j.Stop, j.Info.Checkpoint = "", false, s.snapshot().Checkpoint }); recordErr != nil {
+	if recordErr := s.notes.Change(func(j *journal.Sandbox) { j.Capture, j.Stop, j.Info.Checkpoint = "", false, s.snapshot().Checkpoint }); recordErr != nil {
 		// A successor will believe that the capture was under way. This does no harm.
 		r.cfg.Log.WarnContext(ctx, "end of a capture was not noted in the journal", "sandbox_id", info.ID, "err", recordErr)
 	}
@@ -105,13 +106,10 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 // announce notes a capture in the journal, so that a successor of the runner knows that the machine may be paused or frozen. It refuses a
 // capture that the end of an earlier runner has cut short: the caller was told that this capture failed, or is told so now.
 func (s *sandbox) announce(ctx context.Context, req runnerapi.Capture) error {
-	s.journalMu.Lock()
-	short := slices.Contains(s.Sandbox.CutShort, req.CheckpointID)
-	s.journalMu.Unlock()
-	if short {
+	if noted, _ := s.notes.Read(); slices.Contains(noted.CutShort, req.CheckpointID) {
 		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the capture was cut short by the end of its runner; the sandbox goes on")
 	}
-	return errors.Join(s.record(func(j *sandboxJournal) { j.Capture, j.Stop = req.CheckpointID, req.Stop }), captureJournaled.Hit(ctx))
+	return errors.Join(s.notes.Change(func(j *journal.Sandbox) { j.Capture, j.Stop = req.CheckpointID, req.Stop }), captureJournaled.Hit(ctx))
 }
 
 func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerapi.Sandbox, req runnerapi.Capture) (*checkpoints.Record, error) {

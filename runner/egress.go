@@ -6,6 +6,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/egresslink"
+	"github.com/coppice-dev/coppice/runner/journal"
 )
 
 // newEgressLink returns the connection to the egress process of this host.
@@ -25,7 +26,7 @@ func egressOf(r *Runner, s *sandbox) *egresslink.Sandbox {
 	return r.egress.Sandbox(egresslink.SandboxConfig{
 		ID: s.info.ID, WorkspaceID: s.info.WorkspaceID, Epoch: s.info.Epoch, Identity: s.info.Identity, Namespace: s.ns, Open: s.released, Try: s.tryLock,
 		Record: func(rules runnerapi.EgressRules) error {
-			return s.record(func(j *sandboxJournal) { j.Rules = rules })
+			return s.notes.Change(func(j *journal.Sandbox) { j.Rules = rules })
 		},
 	})
 }

@@ -25,6 +25,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testhalt"
 	"github.com/coppice-dev/coppice/internal/testmetrics"
 	"github.com/coppice-dev/coppice/runner/egress"
+	"github.com/coppice-dev/coppice/runner/journal"
 )
 
 // newEgressRig is a runner on fake machines with a real egress process.
@@ -404,7 +405,7 @@ func TestRulesNotWritten(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	obstacle := filepath.Join(s.runDir, journalFile+".new")
+	obstacle := filepath.Join(s.runDir, journal.File+".new")
 	if err := os.Mkdir(obstacle, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -420,8 +421,8 @@ func TestRulesNotWritten(t *testing.T) {
 	if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "b.test")); err != nil {
 		t.Fatal(err)
 	}
-	var j journal
-	b, err := os.ReadFile(filepath.Join(s.runDir, journalFile))
+	var j journal.Journal
+	b, err := os.ReadFile(filepath.Join(s.runDir, journal.File))
 	if err == nil {
 		err = json.Unmarshal(b, &j)
 	}

@@ -132,7 +132,7 @@ func (r *Runner) grow(ctx context.Context, ckpt *checkpoints.Opened, child runne
 	s := newSandbox(r, sh, child.SandboxID, runnerapi.Sandbox{
 		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxStarting,
 		Checkpoint: ckpt.ID, Identity: child.Identity, Resources: ckpt.Resources,
-	})
+	}, nil)
 	if err := r.register(s); err != nil {
 		if gone := r.dismantle(ctx, sh); gone != nil {
 			return nil, nil, errors.Join(err, gone)

@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/portforward"
 )
 
@@ -66,13 +67,17 @@ func (r *Runner) ClosePort(id core.SandboxID, portID core.PortID) error {
 		return nil
 	}
 	s.ports.Close(portID)
-	return ignoreAbsent(s.recordPorts()) // the sandbox may be taken down meanwhile
+	err = s.recordPorts()
+	if errors.Is(err, journal.ErrNotAnnounced) { // a sandbox that is being made has no ports
+		return nil
+	}
+	return ignoreAbsent(err) // the sandbox may be taken down meanwhile
 }
 
 // recordPorts notes the ports in the journal, for the next runner.
 func (s *sandbox) recordPorts() error {
 	ports := s.ports.List()
-	return s.record(func(j *sandboxJournal) { j.Ports = ports })
+	return s.notes.Change(func(j *journal.Sandbox) { j.Ports = ports })
 }
 
 // dialPort connects to a port of the guest. The socket is made inside the sandbox's namespace and

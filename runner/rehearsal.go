@@ -100,7 +100,7 @@ func (r rehearsals) rehearseOn(ctx context.Context, ckpt *checkpoints.Opened) (t
 		return nil, err
 	}
 	steps.Push("machine", func(ctx context.Context) error { return r.dismantle(ctx, shell) })
-	s := newSandbox(r.Runner, shell, shell.ID, runnerapi.Sandbox{State: runnerapi.SandboxStarting, Checkpoint: ckpt.ID, Resources: ckpt.Resources})
+	s := newSandbox(r.Runner, shell, shell.ID, runnerapi.Sandbox{State: runnerapi.SandboxStarting, Checkpoint: ckpt.ID, Resources: ckpt.Resources}, nil)
 	if err := r.perform(ctx, s, ckpt); err != nil {
 		return nil, err
 	}

@@ -26,6 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/lease"
+	"github.com/coppice-dev/coppice/runner/leftovers"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
@@ -39,7 +40,8 @@ type Runner struct {
 	cfg         Config
 	class       runnerapi.RunnerClass
 	kvm         string
-	clusterHash string
+	clusterHash string         // the mark of this cluster on everything that it has on the host
+	leftovers   leftovers.Host // of earlier runners
 	bases       *memory.BaseStore
 	room        *room.Room   // the disk space that fetches may take
 	lazy        *lazy.Images // memory and root file systems that are used before they are complete
@@ -76,7 +78,8 @@ type Runner struct {
 	sandboxes map[core.SandboxID]*sandbox
 	dead      map[core.SandboxID]runnerapi.Sandbox
 	adopted   []*sandbox // of an earlier runner; Run begins to watch them
-	debris    []string   // directories that could not be removed
+
+	directories leftovers.Directories // of shells
 
 	usages usages
 }
@@ -118,7 +121,11 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	if r.attestor, err = attestor.Open(filepath.Join(cfg.DataDir, attestationFile), cfg.ID); err != nil {
 		return nil, fmt.Errorf("open the runner's attestation key: %w", err)
 	}
-	left, err := r.survey()
+	r.leftovers = leftovers.Host{
+		RunDir: cfg.RunDir, ShellsDir: r.shellsDir(), ClusterID: cfg.ClusterID, Mark: r.clusterHash, Cgroups: cfg.Cgroups, Network: cfg.Network, Log: cfg.Log,
+		Drivers: leftovers.Drivers{Own: cfg.Driver, Name: r.class.VMM, Others: cfg.Others},
+	}
+	left, err := r.leftovers.Scan()
 	if err != nil {
 		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)
 	}
@@ -141,11 +148,11 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		return nil, err
 	}
 	r.bases.Await(r.lazy.Bases())
-	r.lazy.FindPager(ctx, slices.ContainsFunc(left, leftover.usesPager))
+	r.lazy.FindPager(ctx, slices.ContainsFunc(left, leftovers.Leftover.UsesPager))
 	var lent []core.BaseID
 	for _, l := range left {
-		if l.adoptable() {
-			lent = append(lent, l.journal.Shape.Base)
+		if l.Adoptable() {
+			lent = append(lent, l.Journal.Shape.Base)
 		}
 	}
 	if r.checkpoints, err = openCheckpoints(r, lent); err != nil {
@@ -211,7 +218,8 @@ func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.lazy.WatchStalls(r.runCtx, r.updateStalls) })
 	r.wg.Go(func() { r.egress.Recheck(r.runCtx, r.cfg.Recheck, r.egresses) })
 	for _, s := range r.adopted {
-		s.ports.Reopen(s.Sandbox.Ports)
+		noted, _ := s.notes.Read()
+		s.ports.Reopen(noted.Ports)
 		r.wg.Add(1)
 		go r.watch(s)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/egresslink"
 	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/portforward"
 )
@@ -39,7 +40,7 @@ type sandbox struct {
 	// sandbox is ready.
 	attestation []byte
 
-	journalMu sync.Mutex // guards journal.Sandbox; it is also held during a write, so that writes take turns
+	notes *journal.Notes // its part of the journal
 
 	waits lazy.Waits         // for images that the pager serves
 	ports *portforward.Ports // never nil
@@ -58,9 +59,11 @@ type sandbox struct {
 	guest  *guest.Client
 }
 
-func newSandbox(r *Runner, sh *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
+// newSandbox returns the sandbox that a shell becomes. noted is what its journal has, for one of an earlier runner.
+func newSandbox(r *Runner, sh *shell, id core.SandboxID, info runnerapi.Sandbox, noted *journal.Sandbox) *sandbox {
 	info.ID, info.StartedAt = id, time.Now()
 	s := &sandbox{shell: sh, work: make(chan struct{}, 1), gone: make(chan struct{}), left: make(chan struct{}), info: info}
+	s.notes = journal.NewNotes(noted, sh.writeJournal)
 	s.ports, s.loopback, s.egress = portsOf(r, s), loopbackOf(r, s), egressOf(r, s)
 	return s
 }

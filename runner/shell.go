@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/vmm"
@@ -36,7 +37,7 @@ func (s shape) RootKey() roots.Key { return cmp.Or(s.root, roots.Own(s.image)) }
 
 // shell is a VMM that waits on a base: a machine without a state.
 type shell struct {
-	journal
+	journal.Shell
 
 	shape   shape
 	dir     string // files: overlay
@@ -48,6 +49,12 @@ type shell struct {
 	machine vmm.Machine
 	made    time.Time
 	timings []core.Timing
+}
+
+// writeJournal writes the shell's journal, with the part for a sandbox if the shell is one.
+func (s *shell) writeJournal(sandbox *journal.Sandbox) error {
+	s.Shape = journal.Shape{Base: s.shape.base, Image: s.shape.image, Root: s.shape.root, Resources: s.shape.resources, DiskBytes: s.shape.diskBytes}
+	return journal.Write(s.runDir, s.Shell, sandbox)
 }
 
 // limits bounds a VMM's memory besides the guest's RAM: QEMU under TCG has a translation cache of its own. A VM's weight depends on
@@ -77,18 +84,18 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 	}
 	id := core.NewID[core.SandboxID]()
 	s := &shell{
-		journal: journal{ID: id, ClusterID: r.cfg.ClusterID, Slot: slot, Class: r.class},
-		shape:   sh, dir: filepath.Join(r.shellsDir(), string(id)), runDir: filepath.Join(r.cfg.RunDir, string(id)),
+		Shell: journal.Shell{ID: id, ClusterID: r.cfg.ClusterID, Slot: slot, Class: r.class},
+		shape: sh, dir: filepath.Join(r.shellsDir(), string(id)), runDir: filepath.Join(r.cfg.RunDir, string(id)),
 	}
 	var done undo.Stack
 	defer func() { err = done.Settle(ctx, err) }()
 	done.Push("slot", func(context.Context) error { r.slots.give(slot); return nil })
-	done.Push("directories", func(context.Context) error { return r.removeDirs(s.runDir, s.dir) })
+	done.Push("directories", func(context.Context) error { return r.directories.Remove(s.runDir, s.dir) })
 	if err := runSteps(ctx, watch, []step{
 		{does: "make the directories", then: shellJournaled, do: s.makeDirs},
 		{does: "hold the base", do: func(context.Context) error { return s.holdBase(r, base, &done) }},
 		{does: "acquire a namespace", then: shellNamespace, do: func(ctx context.Context) error { return s.acquire(ctx, r.cfg.Network, &done) }},
-		{does: "note the namespace", lap: "net", do: func(context.Context) error { return s.writeJournal() }},
+		{does: "note the namespace", lap: "net", do: func(context.Context) error { return s.writeJournal(nil) }},
 		{does: "make the disk", lap: "disk", do: func(context.Context) error { return s.makeOverlay(b, &done) }},
 		{does: "make the control group", then: shellCgroup, do: func(context.Context) error { return s.makeGroup(r.cfg, &done) }},
 		{does: "start the VMM", then: shellSpawned, do: func(ctx context.Context) error { return s.start(ctx, r, b, &done) }},
@@ -104,7 +111,7 @@ func (s *shell) makeDirs(context.Context) error {
 	if err := os.Mkdir(s.runDir, 0o700); err != nil {
 		return err
 	}
-	return errors.Join(s.writeJournal(), os.Mkdir(s.dir, 0o700))
+	return errors.Join(s.writeJournal(nil), os.Mkdir(s.dir, 0o700))
 }
 
 func (s *shell) acquire(ctx context.Context, from Network, done *undo.Stack) (err error) {
@@ -135,7 +142,7 @@ func (s *shell) start(ctx context.Context, r *Runner, b *boot, done *undo.Stack)
 func (s *shell) noteHandle(context.Context) error {
 	h := s.machine.Handle()
 	s.Handle = &h
-	return s.writeJournal()
+	return s.writeJournal(nil)
 }
 
 func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error {
@@ -223,7 +230,7 @@ func (r *Runner) dismantle(ctx context.Context, s *shell) error {
 		return fmt.Errorf("take down shell %s: %w", s.ID, err) // nothing else may be removed while the VMM lives
 	}
 	var errs []error
-	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), r.removeDirs(s.runDir, s.dir))
+	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), r.directories.Remove(s.runDir, s.dir))
 	if s.base.ID != "" {
 		errs = append(errs, s.base.Close(), r.checkpoints.GiveBack(s.base.ID))
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/journal"
 )
 
 // TestStopLeavesNoVMM stops a runner in the middle of a boot and of a fork: nothing may be left of either, nor of what waits
@@ -68,7 +69,7 @@ func (r *rig) awaitShell() {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {
-		journals, err := filepath.Glob(filepath.Join(r.cfg.RunDir, "*", journalFile))
+		journals, err := filepath.Glob(filepath.Join(r.cfg.RunDir, "*", journal.File))
 		if err != nil {
 			r.t.Fatal(err)
 		}

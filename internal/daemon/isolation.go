@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/hostcheck"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/journal"
 )
 
 // judge decides whether VMs may run on this host: what weakens their isolation is refused, unless it is allowed by name or VMs run here
@@ -26,7 +27,7 @@ func (h *Host) judge(ctx context.Context, cfg HostConfig, groups *cgroup.Tree, r
 	}
 	weak, err := hostcheck.Judge(found, allowed)
 	showIsolation(cfg.Registry, found, groups)
-	if core.CodeOf(err) == core.CodeIncompatibleHost && runner.Inhabited(filepath.Join(h.RunDir, vmDir)) {
+	if core.CodeOf(err) == core.CodeIncompatibleHost && journal.Inhabited(filepath.Join(h.RunDir, vmDir)) {
 		cfg.Log.WarnContext(ctx, "the runner starts on a host that it would refuse, for sandboxes run here already: without them it does not start again", "err", err)
 		weak, err = hostcheck.Judge(found, hostcheck.IsolationNames())
 	}

@@ -22,7 +22,7 @@ func TestDebrisIsRemoved(t *testing.T) {
 	if err := errors.Join(os.MkdirAll(busy, 0o700), unix.Mount("test", busy, "tmpfs", 0, "size=64K")); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.removeDirs(dir); !errors.Is(err, unix.EBUSY) {
+	if err := r.directories.Remove(dir); !errors.Is(err, unix.EBUSY) {
 		t.Errorf("a busy directory was removed: %v", err)
 	}
 	if err := unix.Unmount(busy, 0); err != nil {

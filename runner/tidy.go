@@ -2,25 +2,8 @@ package runner
 
 import (
 	"context"
-	"errors"
-	"os"
 	"time"
 )
-
-// removeDirs removes the directories of a shell. To remove a directory, the process needs a descriptor, and shells often fail because there is
-// none left. So removeDirs remembers the directories that it cannot remove now, and tidy removes them later.
-func (r *Runner) removeDirs(paths ...string) error {
-	var errs []error
-	for _, path := range paths {
-		if err := os.RemoveAll(path); err != nil {
-			errs = append(errs, err)
-			r.mu.Lock()
-			r.debris = append(r.debris, path)
-			r.mu.Unlock()
-		}
-	}
-	return errors.Join(errs...)
-}
 
 // tidyEvery is the time between two attempts to remove remaining directories.
 const tidyEvery = time.Second
@@ -41,17 +24,10 @@ func (r *Runner) tidy(ctx context.Context) {
 		if err := r.checkpoints.EmptyTrash(ctx, r.room.Free); err != nil {
 			r.cfg.Log.WarnContext(ctx, "checkpoints in the trash were not removed", "err", err)
 		}
-		r.mu.Lock()
-		left := r.debris
-		r.debris = nil
-		r.mu.Unlock()
-		if len(left) == 0 {
-			continue
-		}
-		if err := r.removeDirs(left...); err != nil {
+		if n, err := r.directories.RemoveAgain(); err != nil {
 			r.cfg.Log.WarnContext(ctx, "directories of former shells are still there", "err", err)
-		} else {
-			r.cfg.Log.InfoContext(ctx, "directories of former shells were removed", "count", len(left))
+		} else if n > 0 {
+			r.cfg.Log.InfoContext(ctx, "directories of former shells were removed", "count", n)
 		}
 	}
 }
