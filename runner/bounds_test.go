@@ -9,11 +9,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testmetrics"
-	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 )
 
@@ -36,34 +34,6 @@ func TestPhasesAreBounded(t *testing.T) {
 	}
 	if want := float64(len(list) - maxPhases); len(names) > maxPhases+1 || names["other"] < want || names[long] != 0 {
 		t.Errorf("%d names, %v samples of other phases; want %d and %v", len(names), names["other"], maxPhases+1, want)
-	}
-}
-
-// TestEndedSandboxesAreBounded: what 8,192 ended sandboxes have used is remembered until a controller hears of it, and not what more have.
-func TestEndedSandboxesAreBounded(t *testing.T) {
-	t.Parallel()
-	r := &Runner{sandboxes: map[core.SandboxID]*sandbox{}}
-	end := func() {
-		id := core.NewID[core.SandboxID]()
-		r.usages.last = map[core.SandboxID]runnerapi.Usage{id: {SandboxID: id, CPUSeconds: 1}}
-		r.usages.end(id, vmm.Handle{})
-		if len(r.usages.last) != 0 {
-			t.Fatal("a sandbox that has ended is kept among those that live")
-		}
-	}
-	for range maxEnded + 100 {
-		end()
-	}
-	list := r.Usages()
-	if len(list) != maxEnded {
-		t.Errorf("%d are remembered, want %d", len(list), maxEnded)
-	}
-	r.ForgetUsages(list[:10])
-	for range 100 {
-		end()
-	}
-	if n := len(r.Usages()); n != maxEnded {
-		t.Errorf("after 10 were acknowledged: %d are remembered, want %d", n, maxEnded)
 	}
 }
 

@@ -5,9 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
-	"net/netip"
-	"os"
 	"runtime"
 	"time"
 
@@ -21,43 +18,11 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/hostport"
-	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
-
-// Namespace is the network of one sandbox, as netns.Namespace implements it.
-type Namespace interface {
-	Name() string
-	// NetNS opens the namespace itself. The VMM is started in it. It is nil if there is none.
-	NetNS() (*os.File, error)
-	// TapFile opens a queue of the tap; it is nil if there is no network. With up the tap is already up in quarantine.
-	TapFile(up bool) (*os.File, error)
-	Assign(ctx context.Context, id core.Identity) error
-	Open(ctx context.Context, policy core.EgressPolicy) error
-	// EgressSockets opens the sockets that the egress process serves for a namespace under core.EgressProxied.
-	EgressSockets(ctx context.Context) (netns.EgressSockets, error)
-	Dial(ctx context.Context, network, address string) (net.Conn, error)
-	// Check compares the rules in the kernel with those that were applied. If they differ, it cuts the guest off until Open and returns
-	// netns.ErrRulesDiffer.
-	Check(ctx context.Context) error
-	Release(ctx context.Context) error
-}
-
-// Network hands out quarantined namespaces.
-type Network interface {
-	Acquire(ctx context.Context) (Namespace, error)
-	// Adopt takes over a namespace that an earlier runner left open for a machine with that identity and policy. Anything that
-	// is not exactly so is an error, and the namespace is left to Reconcile.
-	Adopt(ctx context.Context, name string, id core.Identity, policy core.EgressPolicy) (Namespace, error)
-	// Reconcile removes every namespace of this cluster that is not kept.
-	Reconcile(ctx context.Context, keep map[string]bool) error
-	// Gateway is the address and MAC that every guest has as its gateway; zero where there is no network.
-	Gateway() (netip.Addr, string)
-	// Resolvers are the name servers of a guest with the policy.
-	Resolvers(policy core.EgressPolicy) []netip.Addr
-}
 
 // Config describes a runner. Fields without a note are required.
 type Config struct {
@@ -68,7 +33,7 @@ type Config struct {
 	Driver    vmm.Driver
 	Others    map[string]vmm.Driver // drivers of other VMMs, by the name in their handles: machines that an earlier runner started on them continue, new ones are not started
 	Images    *images.Store
-	Network   Network
+	Network   sandboxnet.Network
 	Cgroups   *cgroup.Tree // nil on a host without cgroup v2
 	Log       *slog.Logger
 	Traces    trace.TracerProvider  // of requests; nil: none

@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/tracing"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/portforward"
 )
 
 // durations are the buckets of every histogram of seconds: 1 ms to about 2 minutes.
@@ -189,6 +190,15 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 		send(s.memory, float64(mem.Totalram)*float64(mem.Unit))
 		send(s.memoryFree, float64(mem.Freeram)*float64(mem.Unit))
 	}
+}
+
+// portStates counts the forwarded ports of sandboxes by their state.
+func portStates(sandboxes []*sandbox) map[portforward.State]int {
+	n := map[portforward.State]int{portforward.Listening: 0, portforward.Waiting: 0, portforward.Refused: 0}
+	for _, s := range sandboxes {
+		s.ports.Count(n)
+	}
+	return n
 }
 
 // size is how many shells are ready.

@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
@@ -253,7 +254,7 @@ func (n *fakeNetwork) count() int {
 	return len(n.spaces)
 }
 
-func (n *fakeNetwork) Acquire(context.Context) (Namespace, error) {
+func (n *fakeNetwork) Acquire(context.Context) (sandboxnet.Namespace, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.next++
@@ -262,7 +263,7 @@ func (n *fakeNetwork) Acquire(context.Context) (Namespace, error) {
 	return s, nil
 }
 
-func (n *fakeNetwork) Adopt(_ context.Context, name string, id core.Identity, policy core.EgressPolicy) (Namespace, error) {
+func (n *fakeNetwork) Adopt(_ context.Context, name string, id core.Identity, policy core.EgressPolicy) (sandboxnet.Namespace, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	s := n.spaces[name]

@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 	"github.com/coppice-dev/coppice/runner/volume"
 )
@@ -60,7 +61,7 @@ func newRig(t *testing.T, change func(*Config)) *rig {
 	}
 	cfg := Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: cluster, DataDir: filepath.Join(v.Path, "runner"), RunDir: runDir,
-		Driver: qemu.New(qemu.Config{}), Images: store, Network: NetworkOf(pool), Log: log, FirstUID: 64100,
+		Driver: qemu.New(qemu.Config{}), Images: store, Network: sandboxnet.Of(pool), Log: log, FirstUID: 64100,
 	}
 	change(&cfg)
 	r, err := New(t.Context(), cfg)

@@ -28,9 +28,11 @@ import (
 	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/leftovers"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/portforward"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/sealing"
+	"github.com/coppice-dev/coppice/runner/usage"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
@@ -65,7 +67,7 @@ type Runner struct {
 	started     time.Time
 
 	hostPorts *hostport.Host
-	loopback  chan struct{} // a place per connection to the loopback of a guest
+	loopback  portforward.RunnerPlaces
 
 	runCtx context.Context // the lifetime of the runner: cancelled when Run ends
 	stop   context.CancelFunc
@@ -81,7 +83,7 @@ type Runner struct {
 
 	directories leftovers.Directories // of shells
 
-	usages usages
+	usages usage.Usages
 }
 
 // New opens the runner's data. It adopts the sandboxes that an earlier process left running, and takes down everything else that this
@@ -98,7 +100,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	hash := sha256.Sum256([]byte(cfg.ClusterID))
 	r := &Runner{
 		cfg: cfg, class: classOf(fp), kvm: fp.Detail, clusterHash: hex.EncodeToString(hash[:4]),
-		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), objects: make(chan struct{}, maxObjects), loopback: make(chan struct{}, maxRunnerLoopback), started: time.Now(),
+		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), objects: make(chan struct{}, maxObjects), loopback: portforward.NewRunnerPlaces(), started: time.Now(),
 		wakeup: make(chan struct{}, 1), sandboxes: make(map[core.SandboxID]*sandbox),
 		dead: make(map[core.SandboxID]runnerapi.Sandbox),
 	}

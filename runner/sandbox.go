@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/portforward"
+	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // sandbox is a shell that became a machine: it has a state, an identity and, after its release, a running workload.
@@ -45,8 +46,6 @@ type sandbox struct {
 	waits lazy.Waits         // for images that the pager serves
 	ports *portforward.Ports // never nil
 
-	loopback loopbackPlaces // of connections that the agent makes
-
 	egress *egresslink.Sandbox // its rules, and what the egress process has of them; never nil
 
 	mu   sync.Mutex // guards what follows
@@ -64,7 +63,7 @@ func newSandbox(r *Runner, sh *shell, id core.SandboxID, info runnerapi.Sandbox,
 	info.ID, info.StartedAt = id, time.Now()
 	s := &sandbox{shell: sh, work: make(chan struct{}, 1), gone: make(chan struct{}), left: make(chan struct{}), info: info}
 	s.notes = journal.NewNotes(noted, sh.writeJournal)
-	s.ports, s.loopback, s.egress = portsOf(r, s), loopbackOf(r, s), egressOf(r, s)
+	s.ports, s.egress = portsOf(r, s), egressOf(r, s)
 	return s
 }
 
@@ -214,6 +213,20 @@ func (r *Runner) Console(id core.SandboxID) (string, error) {
 	return s.machine.Console(), nil
 }
 
+// Usages returns what sandboxes have used since their start: the living ones, and ended ones that were not acknowledged.
+func (r *Runner) Usages() []runnerapi.Usage {
+	r.mu.Lock()
+	living := make(map[core.SandboxID]vmm.Handle, len(r.sandboxes))
+	for id, s := range r.sandboxes {
+		living[id] = s.machine.Handle()
+	}
+	r.mu.Unlock()
+	return r.usages.List(living)
+}
+
+// ForgetUsages drops the usage of sandboxes that was acknowledged.
+func (r *Runner) ForgetUsages(sent []runnerapi.Usage) { r.usages.Forget(sent) }
+
 // Forget forgets dead sandboxes whose end was reported.
 func (r *Runner) Forget(ids ...core.SandboxID) {
 	r.mu.Lock()
@@ -244,7 +257,7 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 		return nil
 	default:
 	}
-	r.usages.end(s.info.ID, s.machine.Handle())
+	r.usages.End(s.info.ID, s.machine.Handle())
 	s.ports.CloseAll()
 	s.egress.End(ctx)
 	s.mu.Lock()

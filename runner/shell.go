@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/roots"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -44,7 +45,7 @@ type shell struct {
 	runDir  string // sockets, journal
 	overlay *os.File
 	base    *memory.Base
-	ns      Namespace
+	ns      sandboxnet.Namespace
 	group   *cgroup.Group
 	machine vmm.Machine
 	made    time.Time
@@ -114,7 +115,7 @@ func (s *shell) makeDirs(context.Context) error {
 	return errors.Join(s.writeJournal(nil), os.Mkdir(s.dir, 0o700))
 }
 
-func (s *shell) acquire(ctx context.Context, from Network, done *undo.Stack) (err error) {
+func (s *shell) acquire(ctx context.Context, from sandboxnet.Network, done *undo.Stack) (err error) {
 	if s.ns, err = from.Acquire(ctx); err != nil {
 		return err
 	}

@@ -23,7 +23,6 @@ var large = map[string]struct {
 	"guestagent":          {6300, "one program, which runs in the guest; sessions, files and the reseal are the candidates for packages"},
 	"images":              {4050, "building images and storing them; the store is the candidate for a package"},
 	"internal/bench":      {7070, "its reports and tables are to become a package"},
-	"runner":              {4507, "adoption and debris, ports and network are to become packages"},
 }
 
 // TestPackageSize keeps packages small enough to have one subject.

@@ -26,6 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/volume"
 )
@@ -39,7 +40,7 @@ type lab struct {
 	runDir    string // sockets; short
 	image     images.Image
 	volume    *volume.Volume
-	network   runner.Network
+	network   sandboxnet.Network
 	driver    vmm.Driver
 	bases     *memory.BaseStore // of the machines that are no sandboxes
 	runner    *runner.Runner
@@ -85,7 +86,7 @@ func openLab(ctx context.Context, cfg config, dir string) (_ *lab, err error) {
 	if err != nil {
 		return nil, err
 	}
-	l.network = runner.NetworkOf(pool)
+	l.network = sandboxnet.Of(pool)
 	var others map[string]vmm.Driver
 	l.driver, others = cfg.hostConfig().Drivers()
 	l.runner, err = runner.New(ctx, runner.Config{

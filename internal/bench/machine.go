@@ -11,9 +11,9 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sparse"
-	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -21,7 +21,7 @@ import (
 type machine struct {
 	vmm.Machine
 	overlay *os.File
-	ns      runner.Namespace
+	ns      sandboxnet.Namespace
 	agent   *guest.Client
 	dirs    []string
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/volume"
@@ -65,7 +66,7 @@ type HostConfig struct {
 // Machines are other virtual machines than those of a VMM on this host.
 type Machines struct {
 	Driver  vmm.Driver
-	Network runner.Network
+	Network sandboxnet.Network
 	Images  *images.Store
 	RunDir  string
 }
@@ -186,7 +187,7 @@ func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc
 		return err
 	}
 	steps.Push("namespaces", h.Pool.Close)
-	rc.Network = runner.NetworkOf(h.Pool)
+	rc.Network = sandboxnet.Of(h.Pool)
 	mount, err := cgroup.Find()
 	if err != nil {
 		return err

@@ -15,34 +15,34 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/host"
 	"github.com/coppice-dev/coppice/internal/sidecar"
-	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 )
 
 // network has namespaces that are nothing but a count, and sockets on the loopback device.
 type network struct{ spaces *atomic.Int64 }
 
-// Acquire implements runner.Network.
-func (n network) Acquire(context.Context) (runner.Namespace, error) {
+// Acquire implements sandboxnet.Network.
+func (n network) Acquire(context.Context) (sandboxnet.Namespace, error) {
 	n.spaces.Add(1)
 	return &namespace{network: n}, nil
 }
 
-// Adopt implements runner.Network. There is nothing from before.
-func (network) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
+// Adopt implements sandboxnet.Network. There is nothing from before.
+func (network) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (sandboxnet.Namespace, error) {
 	return nil, errors.New("there is no such namespace")
 }
 
-// Reconcile implements runner.Network.
+// Reconcile implements sandboxnet.Network.
 func (network) Reconcile(context.Context, map[string]bool) error { return nil }
 
-// Gateway implements runner.Network.
+// Gateway implements sandboxnet.Network.
 func (network) Gateway() (netip.Addr, string) {
 	return netip.AddrFrom4([4]byte{169, 254, 0, 1}), "02:00:00:00:00:01"
 }
 
-// Resolvers implements runner.Network.
+// Resolvers implements sandboxnet.Network.
 func (network) Resolvers(core.EgressPolicy) []netip.Addr { return nil }
 
 type namespace struct {
@@ -67,7 +67,7 @@ func (*namespace) Dial(context.Context, string, string) (net.Conn, error) {
 	return nil, errors.New("there is no network")
 }
 
-// EgressSockets implements runner.Namespace.
+// EgressSockets implements sandboxnet.Namespace.
 func (*namespace) EgressSockets(ctx context.Context) (out netns.EgressSockets, err error) {
 	defer func() {
 		if err != nil {

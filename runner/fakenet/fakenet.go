@@ -10,27 +10,27 @@ import (
 	"os"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 )
 
-// Network implements runner.Network.
+// Network implements sandboxnet.Network.
 type Network struct{}
 
 type namespace struct{}
 
 var (
-	_ runner.Network   = Network{}
-	_ runner.Namespace = namespace{}
+	_ sandboxnet.Network   = Network{}
+	_ sandboxnet.Namespace = namespace{}
 
 	errNone = errors.New("there is no network")
 )
 
 // Acquire returns the same empty namespace for all machines.
-func (Network) Acquire(context.Context) (runner.Namespace, error) { return namespace{}, nil }
+func (Network) Acquire(context.Context) (sandboxnet.Namespace, error) { return namespace{}, nil }
 
 // Adopt returns the same empty namespace.
-func (Network) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
+func (Network) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (sandboxnet.Namespace, error) {
 	return namespace{}, nil
 }
 

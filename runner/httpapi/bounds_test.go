@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/httpapi"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	"github.com/coppice-dev/coppice/runner/writelog"
 )
@@ -32,8 +33,8 @@ type (
 	noNamespace struct{}
 )
 
-func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
-func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
+func (noNetwork) Acquire(context.Context) (sandboxnet.Namespace, error) { return noNamespace{}, nil }
+func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (sandboxnet.Namespace, error) {
 	return noNamespace{}, nil
 }
 func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }

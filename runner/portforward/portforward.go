@@ -11,12 +11,15 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/runner/hostport"
 )
 
@@ -25,14 +28,26 @@ type Config struct {
 	Sandbox core.SandboxID
 	Host    *hostport.Host
 	Log     *slog.Logger
-	// Dial connects to a port of the guest.
+	// Dial connects to a port of the guest, at the guest's address.
 	Dial func(ctx context.Context, guestPort int) (net.Conn, error)
+	// Agent returns the guest's agent, which connects to the guest's loopback.
+	Agent  func(ctx context.Context) (Agent, error)
+	Places RunnerPlaces // for connections of the agents
+}
+
+// Agent is what Ports need of the agent of a guest.
+type Agent interface {
+	// Ports lists the ports of the guest on which a program listens.
+	Ports(ctx context.Context) (guestapi.Ports, error)
+	// DialPort connects to a port on the guest's loopback.
+	DialPort(ctx context.Context, port int) (net.Conn, error)
 }
 
 // Ports are the forwarded ports of one sandbox. Its methods are safe for concurrent use.
 type Ports struct {
-	cfg  Config
-	life context.Context // of the runner
+	cfg      Config
+	life     context.Context // of the runner
+	loopback places
 
 	mu    sync.Mutex // guards ports; it is also held while a port begins to listen on an address
 	ports map[core.PortID]*port
@@ -73,7 +88,11 @@ const reopenPause = 2 * time.Second
 
 // New returns ports that close when life ends, at the latest.
 func New(life context.Context, cfg Config) *Ports {
-	return &Ports{cfg: cfg, life: life, ports: make(map[core.PortID]*port)}
+	return &Ports{cfg: cfg, life: life, ports: make(map[core.PortID]*port), loopback: places{
+		sandbox: make(chan struct{}, maxSandboxLoopback), runner: cfg.Places, refused: func() {
+			cfg.Log.Debug("connection to a forwarded port is refused: too many lead to the loopback of guests", "sandbox_id", cfg.Sandbox)
+		},
+	}}
 }
 
 // Open begins to forward a port. If there is a port with the same id, Open returns that one.
@@ -93,7 +112,7 @@ func (p *Ports) Open(ctx context.Context, want runnerapi.Port) (runnerapi.Port, 
 	}
 	want.Listen, want.HostPort = l.Address(), 0
 	run, one := p.add(want, Listening)
-	one.wg.Go(func() { one.serve(run, l, p.cfg.Dial) })
+	one.wg.Go(func() { one.serve(run, l, p.dial) })
 	return one.Port, nil
 }
 
@@ -145,9 +164,39 @@ func (p *Ports) Reopen(ports []runnerapi.Port) {
 				l, _ = p.listen(run, want) // an error is already in the log
 			}
 			one.state.Store(Listening)
-			one.serve(run, l, p.cfg.Dial)
+			one.serve(run, l, p.dial)
 		})
 	}
+}
+
+// dial connects to a port of the guest. If nobody listens on the guest's address, the agent connects to its loopback,
+// where most development servers listen.
+func (p *Ports) dial(ctx context.Context, port int) (net.Conn, error) {
+	conn, err := p.cfg.Dial(ctx, port)
+	if err == nil || !errors.Is(err, syscall.ECONNREFUSED) {
+		return conn, err
+	}
+	conn, agentErr := p.loopback.dial(func() (net.Conn, error) {
+		agent, err := p.cfg.Agent(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return agent.DialPort(ctx, port)
+	})
+	if agentErr != nil {
+		return nil, errors.Join(agentErr, err)
+	}
+	return conn, nil
+}
+
+// GuestRefuses reports whether the agent says that no program listens on a port of the guest.
+func (p *Ports) GuestRefuses(ctx context.Context, port int) bool {
+	agent, err := p.cfg.Agent(ctx)
+	if err != nil {
+		return false
+	}
+	list, err := agent.Ports(ctx)
+	return err == nil && !slices.ContainsFunc(list.Ports, func(p guestapi.Port) bool { return p.Port == port })
 }
 
 // List returns the ports, in no order.

@@ -1,9 +1,12 @@
-package runner
+// Package sandboxnet says what a runner needs of the network of its sandboxes, and gives it network
+// namespaces (package netns) in that form.
+package sandboxnet
 
 import (
 	"bufio"
 	"context"
 	"errors"
+	"net"
 	"net/netip"
 	"os"
 	"strings"
@@ -12,8 +15,40 @@ import (
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
-// NetworkOf makes a pool of namespaces the runner's network.
-func NetworkOf(p *netns.Pool) Network { return pooled{p} }
+// Namespace is the network of one sandbox, as netns.Namespace implements it.
+type Namespace interface {
+	Name() string
+	// NetNS opens the namespace itself. The VMM is started in it. It is nil if there is none.
+	NetNS() (*os.File, error)
+	// TapFile opens a queue of the tap; it is nil if there is no network. With up the tap is already up in quarantine.
+	TapFile(up bool) (*os.File, error)
+	Assign(ctx context.Context, id core.Identity) error
+	Open(ctx context.Context, policy core.EgressPolicy) error
+	// EgressSockets opens the sockets that the egress process serves for a namespace under core.EgressProxied.
+	EgressSockets(ctx context.Context) (netns.EgressSockets, error)
+	Dial(ctx context.Context, network, address string) (net.Conn, error)
+	// Check compares the rules in the kernel with those that were applied. If they differ, it cuts the guest off until Open and returns
+	// netns.ErrRulesDiffer.
+	Check(ctx context.Context) error
+	Release(ctx context.Context) error
+}
+
+// Network hands out quarantined namespaces.
+type Network interface {
+	Acquire(ctx context.Context) (Namespace, error)
+	// Adopt takes over a namespace that an earlier runner left open for a machine with that identity and policy. Anything that
+	// is not exactly so is an error, and the namespace is left to Reconcile.
+	Adopt(ctx context.Context, name string, id core.Identity, policy core.EgressPolicy) (Namespace, error)
+	// Reconcile removes every namespace of this cluster that is not kept.
+	Reconcile(ctx context.Context, keep map[string]bool) error
+	// Gateway is the address and MAC that every guest has as its gateway; zero where there is no network.
+	Gateway() (netip.Addr, string)
+	// Resolvers are the name servers of a guest with the policy.
+	Resolvers(policy core.EgressPolicy) []netip.Addr
+}
+
+// Of makes a pool of namespaces a runner's network.
+func Of(p *netns.Pool) Network { return pooled{p} }
 
 type pooled struct{ *netns.Pool }
 

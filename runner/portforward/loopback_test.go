@@ -1,4 +1,4 @@
-package runner
+package portforward
 
 import (
 	"errors"
@@ -13,19 +13,19 @@ func TestLoopbackConnectionsAreBounded(t *testing.T) {
 	t.Parallel()
 	refused := 0
 	all := make(chan struct{}, 3)
-	one := loopbackPlaces{sandbox: make(chan struct{}, 2), runner: all, refused: func() { refused++ }}
+	one := places{sandbox: make(chan struct{}, 2), runner: all, refused: func() { refused++ }}
 	other := one
 	other.sandbox = make(chan struct{}, 2)
 	dial := func() (net.Conn, error) { c, _ := net.Pipe(); return c, nil }
 	var open []net.Conn
-	for _, p := range []loopbackPlaces{one, one, other} {
+	for _, p := range []places{one, one, other} {
 		c, err := p.dial(dial)
 		if err != nil {
 			t.Fatal(err)
 		}
 		open = append(open, c)
 	}
-	for name, p := range map[string]loopbackPlaces{"of the sandbox": one, "of the runner": other} {
+	for name, p := range map[string]places{"of the sandbox": one, "of the runner": other} {
 		if _, err := p.dial(dial); core.CodeOf(err) != core.CodeCapacity {
 			t.Errorf("one too many %s: %v", name, err)
 		}

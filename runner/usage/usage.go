@@ -1,4 +1,5 @@
-package runner
+// Package usage remembers what sandboxes have used, until a controller has learned of their end.
+package usage
 
 import (
 	"fmt"
@@ -17,8 +18,8 @@ import (
 // maxEnded bounds the number of ended sandboxes that are remembered while no controller can be told.
 const maxEnded = 8192
 
-// usages remembers what sandboxes have used, until the controller has learned of their end.
-type usages struct {
+// Usages remember what sandboxes have used. The zero value is ready for use. They are safe for concurrent use.
+type Usages struct {
 	// mu guards the fields below.
 	mu    sync.Mutex
 	last  map[core.SandboxID]runnerapi.Usage // the last known usage of living sandboxes
@@ -26,8 +27,8 @@ type usages struct {
 }
 
 // see notes what a sandbox has used. If its process is gone, it returns the last noted values.
-func (u *usages) see(id core.SandboxID, h vmm.Handle) (runnerapi.Usage, bool) {
-	now, err := readUsage(h)
+func (u *Usages) see(id core.SandboxID, h vmm.Handle) (runnerapi.Usage, bool) {
+	now, err := read(h)
 	now.SandboxID = id
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -42,8 +43,8 @@ func (u *usages) see(id core.SandboxID, h vmm.Handle) (runnerapi.Usage, bool) {
 	return now, true
 }
 
-// end notes that a sandbox will be taken down now.
-func (u *usages) end(id core.SandboxID, h vmm.Handle) {
+// End notes that a sandbox will be taken down now.
+func (u *Usages) End(id core.SandboxID, h vmm.Handle) {
 	last, ok := u.see(id, h)
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -58,42 +59,36 @@ func (u *usages) end(id core.SandboxID, h vmm.Handle) {
 	u.ended[id] = last
 }
 
-// Usages returns what sandboxes have used since their start: the living ones, and ended ones that were not acknowledged.
-func (r *Runner) Usages() []runnerapi.Usage {
-	r.mu.Lock()
-	living := make(map[core.SandboxID]vmm.Handle, len(r.sandboxes))
-	for id, s := range r.sandboxes {
-		living[id] = s.machine.Handle()
-	}
-	r.mu.Unlock()
+// List returns what sandboxes have used since their start: the living ones, and ended ones that were not acknowledged.
+func (u *Usages) List(living map[core.SandboxID]vmm.Handle) []runnerapi.Usage {
 	list := make([]runnerapi.Usage, 0, len(living))
 	for id, h := range living {
-		if u, ok := r.usages.see(id, h); ok {
-			list = append(list, u)
+		if one, ok := u.see(id, h); ok {
+			list = append(list, one)
 		}
 	}
-	r.usages.mu.Lock()
-	defer r.usages.mu.Unlock()
-	for _, u := range r.usages.ended {
-		list = append(list, u)
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for _, one := range u.ended {
+		list = append(list, one)
 	}
 	return list
 }
 
-// ForgetUsages drops the usage of sandboxes that were acknowledged.
-func (r *Runner) ForgetUsages(sent []runnerapi.Usage) {
-	r.usages.mu.Lock()
-	defer r.usages.mu.Unlock()
-	for _, u := range sent {
-		if u.Ended {
-			delete(r.usages.ended, u.SandboxID)
+// Forget drops the usage of sandboxes that was acknowledged.
+func (u *Usages) Forget(sent []runnerapi.Usage) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for _, one := range sent {
+		if one.Ended {
+			delete(u.ended, one.SandboxID)
 		}
 	}
 }
 
-// readUsage asks the kernel what a VMM has used. Its network traffic is that of the only tap in its namespace. The directions of the tap's
+// read asks the kernel what a VMM has used. Its network traffic is that of the only tap in its namespace. The directions of the tap's
 // counters are those of the host.
-func readUsage(h vmm.Handle) (runnerapi.Usage, error) {
+func read(h vmm.Handle) (runnerapi.Usage, error) {
 	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", h.PID))
 	if err != nil {
 		return runnerapi.Usage{}, err
