@@ -63,8 +63,8 @@ func (r *Runner) takeOver(ctx context.Context, list []leftovers.Leftover) error 
 	r.adopted = adopted
 	err := r.leftovers.TakeDown(ctx, doomed, kept)
 	for _, l := range doomed {
-		if l.Adoptable() { // its base was lent in case the sandbox is adopted
-			err = errors.Join(err, r.checkpoints.GiveBack(l.Journal.Shape.Base))
+		if l.Adoptable() { // its base was retained in case the sandbox is adopted
+			err = errors.Join(err, r.checkpoints.ReleaseBase(l.Journal.Shape.Base))
 		}
 	}
 	return err

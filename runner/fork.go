@@ -23,7 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Fork grows sandboxes from a checkpoint, as many at the same time as the host's CPUs allow. Each succeeds or fails by itself: Fork
+// Fork makes sandboxes from a checkpoint, as many at the same time as the host's CPUs allow. Each succeeds or fails by itself: Fork
 // returns an error only if the checkpoint cannot be forked at all. A fork that has begun is finished even if ctx ends.
 func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkResult, error) {
 	leave, err := r.enter()
@@ -87,7 +87,7 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *checkpoints.Opened, child ru
 	r.starting <- struct{}{}
 	defer func() { <-r.starting }()
 	watch.Lap("queue")
-	s, report, err := r.grow(ctx, ckpt, child, watch)
+	s, report, err := r.forkSandbox(ctx, ckpt, child, watch)
 	out.Reseal = report
 	out.Timings = watch.Timings()
 	if err != nil {
@@ -102,7 +102,7 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *checkpoints.Opened, child ru
 
 // forkError keeps the code of an error and says which sandbox it concerns.
 func forkError(child runnerapi.Child, ckpt *checkpoints.Opened, err error) error {
-	what := fmt.Sprintf("sandbox %s could not be grown from checkpoint %s and was destroyed", child.SandboxID, ckpt.ID)
+	what := fmt.Sprintf("sandbox %s could not be forked from checkpoint %s and was destroyed", child.SandboxID, ckpt.ID)
 	if code, _ := hostlimit.Met(err); code != "" {
 		return hostlimit.Explain(err, what)
 	}
@@ -113,10 +113,10 @@ func forkError(child runnerapi.Child, ckpt *checkpoints.Opened, err error) error
 	return core.Wrapf(err, category, code, "%s: %s", what, core.MessageOf(err))
 }
 
-// grow makes one sandbox and makes it ready. After an error nothing of it is left.
-func (r *Runner) grow(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
+// forkSandbox makes one sandbox and makes it ready. After an error nothing of it is left.
+func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
 	if s, err := r.find(child.SandboxID); err == nil { // the request is repeated
-		return s.grown(ctx)
+		return s.forkedBefore(ctx)
 	}
 	if r.runCtx.Err() != nil { // the runner was stopped while the child waited for a CPU
 		return nil, nil, errStopping
@@ -138,12 +138,12 @@ func (r *Runner) grow(ctx context.Context, ckpt *checkpoints.Opened, child runne
 			return nil, nil, errors.Join(err, gone)
 		}
 		if other, notThere := r.find(child.SandboxID); notThere == nil { // the request was repeated while this child or that one waited for a CPU
-			return other.grown(ctx)
+			return other.forkedBefore(ctx)
 		}
 		return nil, nil, err
 	}
 	defer s.unlock()
-	report, err := r.animate(ctx, s, ckpt, child, watch)
+	report, err := r.restoreAndReseal(ctx, s, ckpt, child, watch)
 	if err == nil {
 		err = forkReady.Hit(ctx)
 	}
@@ -158,8 +158,8 @@ func (r *Runner) grow(ctx context.Context, ckpt *checkpoints.Opened, child runne
 	return s, report, nil
 }
 
-// grown is the answer to a repeated request for a sandbox. It waits for the first request and gives the same answer.
-func (s *sandbox) grown(ctx context.Context) (*sandbox, *core.ResealReport, error) {
+// forkedBefore is the answer to a repeated request for a sandbox. It waits for the first request and gives the same answer.
+func (s *sandbox) forkedBefore(ctx context.Context) (*sandbox, *core.ResealReport, error) {
 	if err := s.lock(ctx); err != nil {
 		return nil, nil, err
 	}

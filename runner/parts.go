@@ -21,8 +21,8 @@ func openLazy(r *Runner) (*lazy.Images, error) {
 	})
 }
 
-// openCheckpoints opens the checkpoints of this host. Each base in lent has a sandbox.
-func openCheckpoints(r *Runner, lent []core.BaseID) (*checkpoints.Store, error) {
+// openCheckpoints opens the checkpoints of this host. Each base in retained has a sandbox.
+func openCheckpoints(r *Runner, retained []core.BaseID) (*checkpoints.Store, error) {
 	return checkpoints.New(checkpoints.Config{
 		DataDir: r.cfg.DataDir, Bases: r.bases, Enter: r.enter, Removed: r.roots.Collect, Log: r.cfg.Log,
 		Published: func() { r.seals.Poke() },
@@ -30,7 +30,7 @@ func openCheckpoints(r *Runner, lent []core.BaseID) (*checkpoints.Store, error) 
 			r.rebases.Forget(id)
 			r.seals.Forget(id)
 		},
-	}, lent)
+	}, retained)
 }
 
 func newRebaser(r *Runner) *checkpoints.Rebaser {

@@ -151,13 +151,13 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	}
 	r.bases.Await(r.lazy.Bases())
 	r.lazy.FindPager(ctx, slices.ContainsFunc(left, leftovers.Leftover.UsesPager))
-	var lent []core.BaseID
+	var retained []core.BaseID
 	for _, l := range left {
 		if l.Adoptable() {
-			lent = append(lent, l.Journal.Shape.Base)
+			retained = append(retained, l.Journal.Shape.Base)
 		}
 	}
-	if r.checkpoints, err = openCheckpoints(r, lent); err != nil {
+	if r.checkpoints, err = openCheckpoints(r, retained); err != nil {
 		return nil, err
 	}
 	r.rebases = newRebaser(r)

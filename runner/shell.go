@@ -94,7 +94,7 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 	done.Push("directories", func(context.Context) error { return r.directories.Remove(s.runDir, s.dir) })
 	if err := runSteps(ctx, watch, []step{
 		{does: "make the directories", then: shellJournaled, do: s.makeDirs},
-		{does: "hold the base", do: func(context.Context) error { return s.holdBase(r, base, &done) }},
+		{does: "retain the base", do: func(context.Context) error { return s.retainBase(r, base, &done) }},
 		{does: "acquire a namespace", then: shellNamespace, do: func(ctx context.Context) error { return s.acquire(ctx, r.cfg.Network, &done) }},
 		{does: "note the namespace", lap: "net", do: func(context.Context) error { return s.writeJournal(nil) }},
 		{does: "make the disk", lap: "disk", do: func(context.Context) error { return s.makeOverlay(b, &done) }},
@@ -146,20 +146,20 @@ func (s *shell) noteHandle(context.Context) error {
 	return s.writeJournal(nil)
 }
 
-func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error {
+func (s *shell) retainBase(r *Runner, base *memory.Base, steps *undo.Stack) error {
 	s.base = base
 	if base.ID == "" { // the zero base of a cold boot is needed only until its only machine has started
 		return nil
 	}
-	r.checkpoints.Lend(base.ID)
+	r.checkpoints.RetainBase(base.ID)
 	opened, err := r.bases.Open(base.ID)
 	if err != nil {
-		return errors.Join(err, r.checkpoints.GiveBack(base.ID))
+		return errors.Join(err, r.checkpoints.ReleaseBase(base.ID))
 	}
 	s.base = opened
 	s.Pager = r.lazy.InstanceFor(opened.Arriving(), string(s.shape.RootKey()))
 	steps.Push("base", func(context.Context) error {
-		return errors.Join(opened.Close(), r.checkpoints.GiveBack(base.ID))
+		return errors.Join(opened.Close(), r.checkpoints.ReleaseBase(base.ID))
 	})
 	return nil
 }
@@ -233,7 +233,7 @@ func (r *Runner) dismantle(ctx context.Context, s *shell) error {
 	var errs []error
 	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), r.directories.Remove(s.runDir, s.dir))
 	if s.base.ID != "" {
-		errs = append(errs, s.base.Close(), r.checkpoints.GiveBack(s.base.ID))
+		errs = append(errs, s.base.Close(), r.checkpoints.ReleaseBase(s.base.ID))
 	}
 	r.slots.give(s.Slot)
 	if err := errors.Join(errs...); err != nil {

@@ -50,7 +50,7 @@ func (s *Store) Open(id core.CheckpointID) (_ *Opened, err error) {
 
 func (s *Store) openRecord(rec *Record) (_ *Opened, err error) {
 	o := &Opened{Record: rec, store: s}
-	s.Lend(rec.Base)
+	s.RetainBase(rec.Base)
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, o.closeFiles())
@@ -91,7 +91,7 @@ func (o *Opened) closeFiles() error {
 	if o.Memory != nil {
 		errs = append(errs, o.Memory.Close())
 	}
-	return errors.Join(append(errs, o.store.GiveBack(o.Base))...)
+	return errors.Join(append(errs, o.store.ReleaseBase(o.Base))...)
 }
 
 // Side is a checkpoint that is being compared. Its files are open, so it may be removed meanwhile.

@@ -193,11 +193,11 @@ func (b *Rebaser) rebase(id core.CheckpointID) (_ *memory.Base, err error) {
 	if err := rebaseAfterBase.Hit(b.cfg.Life); err != nil {
 		return nil, errors.Join(err, base.Close())
 	}
-	s.Lend(base.ID)
+	s.RetainBase(base.ID)
 	rec := *ckpt.Record
 	rec.Base, rec.Rebased, rec.DeltaBytes = base.ID, true, 0
 	err = s.replace(b.cfg.Life, &rec)
-	if err = errors.Join(err, s.GiveBack(base.ID)); err != nil {
+	if err = errors.Join(err, s.ReleaseBase(base.ID)); err != nil {
 		return nil, errors.Join(err, base.Close())
 	}
 	b.cfg.Log.Info("checkpoint rebased", "checkpoint_id", id, "base_id", base.ID, "bytes", ckpt.DeltaBytes)

@@ -60,18 +60,18 @@ type Store struct {
 	flightMu sync.Mutex // guards flights; it is locked before mu
 	flights  map[core.CheckpointID]*flight
 
-	mu      sync.Mutex // guards what follows
-	records map[core.CheckpointID]*Record
-	making  int                 // number of bases that are being made and that no record names yet: no base is collected meanwhile
-	lent    map[core.BaseID]int // users of a base besides checkpoints: sandboxes and shells
-	held    map[core.CheckpointID]int
-	used    map[core.CheckpointID]time.Time // when each checkpoint was opened last
-	freed   chan struct{}                   // closed when one of held is gone; nil: nobody waits
-	trash   map[core.CheckpointID]Trashed
+	mu       sync.Mutex // guards what follows
+	records  map[core.CheckpointID]*Record
+	making   int                 // number of bases that are being made and that no record names yet: no base is collected meanwhile
+	retained map[core.BaseID]int // users of a base besides checkpoints: sandboxes and shells
+	held     map[core.CheckpointID]int
+	used     map[core.CheckpointID]time.Time // when each checkpoint was opened last
+	freed    chan struct{}                   // closed when one of held is gone; nil: nobody waits
+	trash    map[core.CheckpointID]Trashed
 }
 
-// New opens the checkpoints of a host and removes what nothing needs. Each base in lent has a sandbox, which gives the base back when it ends.
-func New(cfg Config, lent []core.BaseID) (*Store, error) {
+// New opens the checkpoints of a host and removes what nothing needs. Each base in retained has a sandbox, which releases the base when it ends.
+func New(cfg Config, retained []core.BaseID) (*Store, error) {
 	dir, trashDir := filepath.Join(cfg.DataDir, "checkpoints"), trash.Dir(cfg.DataDir)
 	for _, d := range []string{dir, trashDir} {
 		if err := os.MkdirAll(d, 0o700); err != nil {
@@ -83,11 +83,11 @@ func New(cfg Config, lent []core.BaseID) (*Store, error) {
 	}
 	s := &Store{
 		cfg: cfg, dir: dir, trashDir: trashDir, bases: cfg.Bases,
-		records: make(map[core.CheckpointID]*Record), lent: make(map[core.BaseID]int), held: make(map[core.CheckpointID]int),
+		records: make(map[core.CheckpointID]*Record), retained: make(map[core.BaseID]int), held: make(map[core.CheckpointID]int),
 		used: make(map[core.CheckpointID]time.Time), trash: make(map[core.CheckpointID]Trashed), flights: make(map[core.CheckpointID]*flight),
 	}
-	for _, id := range lent {
-		s.lent[id]++
+	for _, id := range retained {
+		s.retained[id]++
 	}
 	if err := s.readTrash(); err != nil {
 		return nil, err
@@ -147,7 +147,7 @@ func (s *Store) Collect() error {
 	}
 	var errs []error
 	for _, id := range ids {
-		if !wanted[id] && s.lent[id] == 0 {
+		if !wanted[id] && s.retained[id] == 0 {
 			errs = append(errs, s.bases.Remove(id))
 		}
 	}
@@ -167,20 +167,20 @@ func (s *Store) HoldBases() (release func() error) {
 	}
 }
 
-// Lend keeps a base on disk for a sandbox until GiveBack: later captures of that sandbox will name the base.
-func (s *Store) Lend(id core.BaseID) {
+// RetainBase keeps a base on disk for a sandbox until ReleaseBase: later captures of that sandbox will name the base.
+func (s *Store) RetainBase(id core.BaseID) {
 	s.mu.Lock()
-	s.lent[id]++
+	s.retained[id]++
 	s.mu.Unlock()
 }
 
-// GiveBack ends a Lend. When nobody needs the base any more, it is removed.
-func (s *Store) GiveBack(id core.BaseID) error {
+// ReleaseBase undoes one RetainBase. When nobody needs the base any more, it is removed.
+func (s *Store) ReleaseBase(id core.BaseID) error {
 	s.mu.Lock()
-	s.lent[id]--
-	last := s.lent[id] == 0
+	s.retained[id]--
+	last := s.retained[id] == 0
 	if last {
-		delete(s.lent, id)
+		delete(s.retained, id)
 	}
 	s.mu.Unlock()
 	if !last {
@@ -275,7 +275,7 @@ func (s *Store) restoreRecord(old *Record, base core.BaseID) error {
 	}
 	err := atomicfile.WriteJSON(s.Path(old.ID, RecordFile), old, 0o600)
 	if err != nil {
-		s.lent[base]++
+		s.retained[base]++
 	}
 	return err
 }

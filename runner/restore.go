@@ -1,0 +1,116 @@
+package runner
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/journal"
+)
+
+// restoration is what happens to a shell until it is a sandbox that is ready.
+type restoration struct {
+	r     *Runner
+	s     *sandbox
+	ckpt  *checkpoints.Opened
+	child runnerapi.Child
+
+	began       time.Time
+	agent       *guest.Client
+	report      *core.ResealReport // nil until the guest has answered
+	attestation []byte
+}
+
+// restoreAndReseal gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
+func (r *Runner) restoreAndReseal(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
+	child.Egress = r.egress.OpenedWith(child.Egress)
+	m := &restoration{r: r, s: s, ckpt: ckpt, child: child, began: time.Now()}
+	err := runSteps(ctx, watch, []step{
+		{does: "list the sandbox", then: forkListed},
+		{does: "announce the sandbox in the journal", then: forkJournaled, do: m.announce},
+		{does: "clone the disk", lap: "disk", do: m.cloneDisk},
+		{does: "restore memory and devices", lap: "restore", then: forkRestored, do: m.restore},
+		{does: "give the namespace its identity", then: forkAssigned, do: m.assign},
+		{does: "resume the machine", lap: "resume", then: forkResumed, do: m.resume},
+		{does: "connect to the agent", lap: "connect", then: forkConnected, do: m.connect},
+		{does: "reseal the machine", lap: "reseal", then: forkResealed, do: m.reseal},
+		{does: "let the egress process serve the sandbox", then: forkServed, do: m.serve},
+		{does: "open the network", lap: "open", then: forkOpened, do: m.open},
+		{does: "sign the report", lap: "attest", do: m.attest}, // a fork without a signature is not released
+		{does: "release the workload", lap: "release", then: forkReleased, do: m.release},
+		{does: "record that the sandbox is ready", lap: "journal", do: m.ready},
+	})
+	return m.report, err
+}
+
+func (m *restoration) announce(context.Context) error {
+	err := m.s.notes.Announce(journal.Sandbox{Info: m.s.snapshot(), Egress: m.child.Egress, Rules: m.child.Rules})
+	if err == nil {
+		m.s.egress.SetFirst(m.child.Egress, m.child.Rules)
+	}
+	return err
+}
+
+func (m *restoration) cloneDisk(context.Context) error {
+	_, err := sparse.Clone(m.s.overlay, m.ckpt.Overlay)
+	return err
+}
+
+func (m *restoration) restore(ctx context.Context) error {
+	return m.r.restore(ctx, m.s, m.ckpt, m.child)
+}
+
+func (m *restoration) assign(ctx context.Context) error {
+	return m.s.ns.Assign(ctx, m.child.Identity)
+}
+
+func (m *restoration) resume(ctx context.Context) error {
+	m.s.setState(runnerapi.SandboxQuarantined)
+	return m.s.machine.Resume(ctx)
+}
+
+func (m *restoration) connect(ctx context.Context) (err error) {
+	ctx, cancel := context.WithTimeout(ctx, m.r.cfg.GuestTimeout)
+	defer cancel()
+	if m.agent, err = m.s.agent(ctx); err != nil {
+		return withConsole(err, m.s.machine)
+	}
+	return nil
+}
+
+func (m *restoration) reseal(ctx context.Context) (err error) {
+	m.report, err = m.r.reseal(ctx, m.agent, m.s.shape.diskBytes, m.ckpt, m.child)
+	return err
+}
+
+func (m *restoration) serve(ctx context.Context) error { return m.s.egress.Serve(ctx) }
+
+func (m *restoration) open(ctx context.Context) error { return m.s.ns.Open(ctx, m.child.Egress) }
+
+func (m *restoration) attest(context.Context) (err error) {
+	m.attestation, err = m.r.attest(m.began, m.ckpt, m.child, m.report)
+	return err
+}
+
+func (m *restoration) release(ctx context.Context) error {
+	_, err := m.agent.Release(ctx, guestapi.ReleaseRequest{Generation: m.child.Identity.Generation})
+	return err
+}
+
+// ready is the last step: a restarted runner adopts a sandbox whose journal says ready, so every other step must be proven before.
+func (m *restoration) ready(context.Context) error {
+	m.report.Complete = true
+	info := m.s.snapshot()
+	info.State = runnerapi.SandboxReady
+	if err := m.s.notes.Change(func(j *journal.Sandbox) { j.Info, j.Reseal, j.Attestation = info, m.report, m.attestation }); err != nil {
+		return err
+	}
+	m.s.reseal, m.s.attestation = m.report, m.attestation
+	m.s.setState(info.State)
+	return nil
+}
