@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os/exec"
 	"sync"
 	"time"
 
@@ -19,7 +20,10 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/files"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/sessions"
+	"github.com/coppice-dev/coppice/guestagent/userthread"
 	"github.com/coppice-dev/coppice/guestagent/watch"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 // Config configures the agent.
@@ -33,8 +37,8 @@ type Config struct {
 // Agent serves a host for one guest.
 type Agent struct {
 	log       *slog.Logger
-	work      workload
-	sessions  *sessions
+	work      work
+	sessions  *sessions.Server
 	files     *files.Server
 	watches   watch.Watches
 	gate      *gate
@@ -45,13 +49,32 @@ type Agent struct {
 	idle      idler
 }
 
+// work is the part of the workload that the agent uses.
+type work interface {
+	// Inside runs fn on a thread that sees the workload's file system and starts children in its namespaces. Several
+	// calls may run at once. fn must not block for long, except in the file system.
+	Inside(fn func() error) error
+	// Join moves the calling thread for good to where Inside runs functions. The thread must be locked to its goroutine.
+	Join() error
+	// Start starts a process in the workload, StartHook outside of it. Both must be called from within Inside.
+	Start(cmd *exec.Cmd) error
+	StartHook(cmd *exec.Cmd) error
+	EndHooks() error
+	Freeze(ctx context.Context, timeout time.Duration) (int, error)
+	Thaw(ctx context.Context) error
+	PIDs() ([]int, error)
+	InnerPID(pid int) int
+	Proc() string
+}
+
 // newAgent makes an agent. statePath is the file with the state that outlives the agent.
-func newAgent(cfg Config, w workload, statePath string) *Agent {
+func newAgent(cfg Config, w work, statePath string) *Agent {
 	var nonce [8]byte
 	_, _ = rand.Read(nonce[:]) // never fails
-	a := &Agent{log: cfg.Logger, work: w, sessions: newSessions(w), bootNonce: hex.EncodeToString(nonce[:]), disk: newFlusher(DiskMount)}
-	a.files = &files.Server{Inside: w.inside, As: newUserThreads(w.join).as}
+	a := &Agent{log: cfg.Logger, work: w, bootNonce: hex.EncodeToString(nonce[:]), disk: newFlusher(workload.DiskMount)}
+	a.files = &files.Server{Inside: w.Inside, As: userthread.New(w.Join).As}
 	a.gate = loadGate(statePath, a.bootNonce)
+	a.sessions = sessions.New(w, a.gate.pass)
 	a.reseal = newResealer(a)
 	handler := a.routes()
 	if cfg.Wrap != nil {

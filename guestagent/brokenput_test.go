@@ -13,10 +13,14 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
+	"github.com/coppice-dev/coppice/guestagent/userthread"
 )
 
 // entriesOf lists a directory.
@@ -66,7 +70,7 @@ func TestBrokenPutAsAUserLeavesNothing(t *testing.T) {
 		if status < http.StatusBadRequest {
 			t.Errorf("half a body was taken: status %d", status)
 		}
-	case <-time.After(watchdog):
+	case <-time.After(guesttest.Watchdog):
 		t.Fatal("the request does not end")
 	}
 	if n := entriesOf(t, dir); len(n) > 0 {
@@ -84,9 +88,14 @@ func TestBrokenPutsAsAUserEnd(t *testing.T) {
 			t.Parallel()
 			dir := userDir(t)
 			a := newTestAgent(t)
-			threads := newUserThreads(a.work.join)
+			threads := userthread.New(a.work.Join)
 			begun := make(chan struct{}, 1)
-			a.files.As = threads.as
+			var running atomic.Int64
+			a.files.As = func(ctx context.Context, cred *syscall.Credential, fn func() error) error {
+				running.Add(1)
+				defer running.Add(-1)
+				return threads.As(ctx, cred, fn)
+			}
 			put := a.files.Put
 			mux := http.NewServeMux()
 			ended := make(chan error, 1)
@@ -95,7 +104,7 @@ func TestBrokenPutsAsAUserEnd(t *testing.T) {
 				ended <- put(w, r)
 			})
 			conn, served := socketPair(t)
-			srv := &http.Server{Handler: mux, ReadHeaderTimeout: watchdog}
+			srv := &http.Server{Handler: mux, ReadHeaderTimeout: guesttest.Watchdog}
 			l := &queue{waiting: make(chan net.Conn, 1), closed: make(chan struct{})}
 			l.waiting <- served
 			go func() { _ = srv.Serve(l) }()
@@ -106,7 +115,7 @@ func TestBrokenPutsAsAUserEnd(t *testing.T) {
 			do(t, err)
 			select {
 			case <-begun: // the server tells of a chunk once it is whole
-			case <-time.After(watchdog):
+			case <-time.After(guesttest.Watchdog):
 				t.Fatal("the put does not begin")
 			}
 			_, err = io.WriteString(conn, "10000\r\nha")
@@ -116,13 +125,11 @@ func TestBrokenPutsAsAUserEnd(t *testing.T) {
 				if err == nil {
 					t.Error("half a body was taken")
 				}
-			case <-time.After(watchdog):
+			case <-time.After(guesttest.Watchdog):
 				t.Fatal("the put does not end")
 			}
-			eventually(t, func() bool {
-				threads.mu.Lock()
-				defer threads.mu.Unlock()
-				return threads.all == 0 && len(threads.running) == 0
+			guesttest.Eventually(t, func() bool {
+				return running.Load() == 0
 			})
 			for _, n := range entriesOf(t, dir) {
 				if n != "f" { // what is written in place or unpacked stays

@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/procfs"
 )
 
 const (
@@ -24,7 +25,7 @@ func (a *Agent) health(w http.ResponseWriter, _ *http.Request) error {
 	s := a.gate.get()
 	answer.WriteJSON(w, http.StatusOK, guestapi.Health{
 		Version: guestapi.Version, BootNonce: a.bootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
-		UptimeS: uptime().Seconds(), PID: os.Getpid(), Sessions: a.sessions.running(), Kernel: kernelRelease(), RSSBytes: ownRSS(),
+		UptimeS: uptime().Seconds(), PID: os.Getpid(), Sessions: a.sessions.Running(), Kernel: kernelRelease(), RSSBytes: ownRSS(),
 		Features: guestapi.Features(),
 	})
 	return nil
@@ -34,7 +35,7 @@ func (a *Agent) health(w http.ResponseWriter, _ *http.Request) error {
 // paused.
 func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.QuiesceRequest
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	flush, err := flushLimit(req.FlushMS)
@@ -67,7 +68,7 @@ func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 	s.quiesced = out
 	a.idle.sleepNow()
 	if err := a.gate.set(s); err != nil {
-		_ = a.work.thaw(context.WithoutCancel(r.Context()))
+		_ = a.work.Thaw(context.WithoutCancel(r.Context()))
 		return err
 	}
 	answer.WriteJSON(w, http.StatusOK, out)
@@ -85,10 +86,10 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 	out.Workload, out.WorkloadTruncated = a.reseal.stale.running, a.reseal.stale.truncated
 
 	// A running start ends first: a child that is frozen before it executes its program would block the agent's thread.
-	a.sessions.spawn.Lock()
-	defer a.sessions.spawn.Unlock()
+	resume := a.sessions.PauseStarts()
+	defer resume()
 	start = time.Now()
-	if out.Processes, err = a.work.freeze(ctx, timeout); err != nil {
+	if out.Processes, err = a.work.Freeze(ctx, timeout); err != nil {
 		return out, err
 	}
 	out.FreezeMS = core.Milliseconds(time.Since(start))
@@ -99,7 +100,7 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 	}
 	// From here on, the workload cannot change what a clone will find.
 	if err := a.reseal.lookAround(); err != nil {
-		_ = a.work.thaw(context.WithoutCancel(ctx))
+		_ = a.work.Thaw(context.WithoutCancel(ctx))
 		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the frozen guest cannot be inspected: %v", err)
 	}
 	return out, nil
@@ -107,7 +108,7 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 
 func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.ReseedRequest
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	if err := checkEntropy(req.Entropy); err != nil {
@@ -137,7 +138,7 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	received := time.Now()
 	var req guestapi.ResealRequest
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	if err := checkReseal(req); err != nil {
@@ -166,7 +167,7 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 			return err
 		}
 		if req.Env != nil {
-			a.sessions.setEnv(req.Env)
+			a.sessions.SetEnv(req.Env)
 		}
 	}
 	answer.WriteJSON(w, http.StatusOK, report)
@@ -175,7 +176,7 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 
 func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.ReleaseRequest
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	a.gate.control.Lock()
@@ -193,7 +194,7 @@ func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
 	}
 	start := time.Now()
 	s.State, s.CaptureID, s.Sealed, s.Reseeded, s.quiesced = guestapi.StateReleased, "", false, false, guestapi.QuiesceResponse{}
-	if err := a.work.thaw(r.Context()); err != nil {
+	if err := a.work.Thaw(r.Context()); err != nil {
 		return core.Wrapf(err, core.Internal, core.CodeInternal, "the workload cannot be thawed: %v", err)
 	}
 	if err := a.gate.set(s); err != nil {
@@ -252,9 +253,9 @@ func kernelRelease() string {
 }
 
 func ownRSS() int64 {
-	st, err := readStat("/proc", os.Getpid())
+	st, err := procfs.ReadStat("/proc", os.Getpid())
 	if err != nil {
 		return 0
 	}
-	return st.rssPages * int64(os.Getpagesize())
+	return st.RSSPages * int64(os.Getpagesize())
 }

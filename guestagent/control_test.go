@@ -18,7 +18,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 )
 
 func someEntropy() []byte { return bytes.Repeat([]byte("entropy!"), guestapi.EntropySize/8) }
@@ -52,14 +54,14 @@ func (a *testAgent) withSteps(steps ...step) *[]string {
 }
 
 func (a *testAgent) call(path string, in any) error {
-	a.t.Helper()
-	_, err := ask[map[string]any](a, http.MethodPost, path, in)
+	a.T.Helper()
+	_, err := guesttest.Ask[map[string]any](a, http.MethodPost, path, in)
 	return err
 }
 
 func (a *testAgent) state() guestapi.Health {
-	a.t.Helper()
-	return must[guestapi.Health](a.t)(ask[guestapi.Health](a, http.MethodGet, guestapi.PathHealth, nil))
+	a.T.Helper()
+	return guesttest.Must[guestapi.Health](a.T)(guesttest.Ask[guestapi.Health](a, http.MethodGet, guestapi.PathHealth, nil))
 }
 
 // TestStates walks every edge of the agent's state machine, and tries every other call.
@@ -123,12 +125,12 @@ func TestStates(t *testing.T) {
 		if got := a.state().State; got != step.now {
 			t.Fatalf("step %d: the state is %s, want %s", i, got, step.now)
 		}
-		if frozen, _ := a.work.frozen(); frozen != (step.now != guestapi.StateReleased) {
+		if frozen := a.work.Frozen(); frozen != (step.now != guestapi.StateReleased) {
 			t.Fatalf("step %d: frozen is %t while the state is %s", i, frozen, step.now)
 		}
 	}
-	s := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "echo $FORK"}})
-	if out, _ := a.output(s.ID, "follow=1"); out != "1\n" { //nolint:bodyclose // output has read and closed it
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sh", "-c", "echo $FORK"}})
+	if out, _ := a.ReadOutput(s.ID, "follow=1"); out != "1\n" { //nolint:bodyclose // ReadOutput has read and closed it
 		t.Errorf("the sandbox's environment is not that of the fork: %q", out)
 	}
 }
@@ -136,7 +138,7 @@ func TestStates(t *testing.T) {
 func TestFailedQuiesceLeavesTheGuestReleased(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
-	a.work.freezeErr = core.Errorf(core.FailedPrecondition, core.CodeNotQuiesced, "process 5 (x) cannot be stopped")
+	a.work.FreezeErr = core.Errorf(core.FailedPrecondition, core.CodeNotQuiesced, "process 5 (x) cannot be stopped")
 	if err := a.call(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c"}); core.CodeOf(err) != core.CodeNotQuiesced || !strings.Contains(err.Error(), "process 5") {
 		t.Errorf("got %v", err)
 	}
@@ -160,7 +162,7 @@ func TestPublicRequestsWaitWhileFrozen(t *testing.T) {
 	}
 	started := make(chan error, 1)
 	go func() {
-		_, err := ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, guestapi.SessionSpec{Command: []string{"true"}, Cwd: "/"})
+		_, err := guesttest.Ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, guestapi.SessionSpec{Command: []string{"true"}, Cwd: "/"})
 		started <- err
 	}()
 	for _, err := range []error{
@@ -186,7 +188,7 @@ func TestResealFailsClosed(t *testing.T) {
 		if err := a.call(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c"}); err != nil {
 			t.Fatal(err)
 		}
-		report := must[core.ResealReport](t)(ask[core.ResealReport](a, http.MethodPost, guestapi.PathReseal, resealRequest("g1")))
+		report := guesttest.Must[core.ResealReport](t)(guesttest.Ask[core.ResealReport](a, http.MethodPost, guestapi.PathReseal, resealRequest("g1")))
 		if report.Complete || len(report.Steps) != 2 || report.Steps[1].Name != "two" || report.Steps[1].Status != core.ResealFailed || report.Steps[1].Error == "" {
 			t.Errorf("%s: report %+v", name, report)
 		}
@@ -196,7 +198,7 @@ func TestResealFailsClosed(t *testing.T) {
 		if err := a.call(guestapi.PathRelease, guestapi.ReleaseRequest{Generation: "g1"}); core.CodeOf(err) != guestapi.CodeWrongState {
 			t.Errorf("%s: released: %v", name, err)
 		}
-		if _, err := ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, guestapi.SessionSpec{Command: []string{"true"}}); core.CodeOf(err) != guestapi.CodeQuarantined {
+		if _, err := guesttest.Ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, guestapi.SessionSpec{Command: []string{"true"}}); core.CodeOf(err) != guestapi.CodeQuarantined {
 			t.Errorf("%s: a session: %v", name, err)
 		}
 	}
@@ -313,8 +315,20 @@ func TestSettle(t *testing.T) {
 		if err := a.settle(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if got, _ := a.work.frozen(); got != frozen {
+		if got := a.work.Frozen(); got != frozen {
 			t.Errorf("%s: frozen is %t", state, got)
 		}
+	}
+}
+
+// TestControlRequestsAreBounded: the body of a control request is bounded, and a path without a route is refused.
+func TestControlRequestsAreBounded(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	if _, _, err := a.Do(http.MethodPost, guestapi.PathReseed, bytes.NewReader(make([]byte, answer.MaxControlBody+1))); core.CodeOf(err) != core.CodeBodyTooLarge { //nolint:bodyclose // Do has read and closed it
+		t.Errorf("a large body: %v", err)
+	}
+	if _, _, err := a.Do(http.MethodGet, "/v1/nothing", nil); core.CodeOf(err) != core.CodeRouteNotFound { //nolint:bodyclose // Do has read and closed it
+		t.Errorf("no route: %v", err)
 	}
 }

@@ -49,7 +49,7 @@ func TestRecordedRequests(t *testing.T) {
 			x.Status = http.StatusNotFound // the session was not started here
 		}
 		replayed++
-		req, err := http.NewRequestWithContext(t.Context(), x.Method, a.url+x.Path, bytes.NewReader(x.Request))
+		req, err := http.NewRequestWithContext(t.Context(), x.Method, a.URL+x.Path, bytes.NewReader(x.Request))
 		if err != nil {
 			t.Fatal(err)
 		}

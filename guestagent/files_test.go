@@ -18,13 +18,14 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/files"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 )
 
 func itoa(n int) string { return strconv.Itoa(n) }
 
 func (a *testAgent) file(method, path, query string, body io.Reader) ([]byte, *http.Response, error) {
-	a.t.Helper()
-	return a.do(method, guestapi.PathFiles+"?path="+url.QueryEscape(path)+query, body)
+	a.T.Helper()
+	return a.Do(method, guestapi.PathFiles+"?path="+url.QueryEscape(path)+query, body)
 }
 
 // own makes files belong to the user who runs the test.
@@ -53,7 +54,7 @@ func TestFileRoundTrip(t *testing.T) {
 			t.Errorf("the header has the byte %#x", header[i])
 		}
 	}
-	if stat := must[guestapi.FileInfo](t)(ask[guestapi.FileInfo](a, http.MethodGet, guestapi.PathFiles+"?stat=1&path="+url.QueryEscape(path), nil)); stat.Type != "file" || stat.Size != info.Size {
+	if stat := guesttest.Must[guestapi.FileInfo](t)(guesttest.Ask[guestapi.FileInfo](a, http.MethodGet, guestapi.PathFiles+"?stat=1&path="+url.QueryEscape(path), nil)); stat.Type != "file" || stat.Size != info.Size {
 		t.Errorf("stat %+v", stat)
 	}
 	if _, _, err := a.file(http.MethodDelete, path, "", nil); err != nil { //nolint:bodyclose // file has read and closed it
@@ -73,7 +74,7 @@ func TestBrokenUploadLeavesTheFileAlone(t *testing.T) {
 	if err := os.WriteFile(path, []byte("old"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, a.url+guestapi.PathFiles+"?path="+path+own(), io.MultiReader(strings.NewReader("new"), errReader{}))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, a.URL+guestapi.PathFiles+"?path="+path+own(), io.MultiReader(strings.NewReader("new"), errReader{}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -81,7 +82,7 @@ func TestBrokenUploadLeavesTheFileAlone(t *testing.T) {
 		_ = res.Body.Close()
 		t.Error("half a body was taken")
 	}
-	eventually(t, func() bool {
+	guesttest.Eventually(t, func() bool {
 		list, err := os.ReadDir(dir)
 		return err == nil && len(list) == 1
 	})
@@ -103,7 +104,7 @@ func TestListDirectory(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	list := must[guestapi.FileList](t)(ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&path="+dir, nil))
+	list := guesttest.Must[guestapi.FileList](t)(guesttest.Ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&path="+dir, nil))
 	if len(list.Entries) != files.MaxListing || !list.Truncated || list.Entries[0].Type != "symlink" || list.Entries[0].Target != "x" {
 		t.Errorf("%d entries, truncated %t, first %+v", len(list.Entries), list.Truncated, list.Entries[0])
 	}

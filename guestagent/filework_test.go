@@ -5,7 +5,6 @@ package guestagent
 import (
 	"archive/tar"
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
 	"io"
@@ -20,6 +19,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
@@ -42,9 +42,9 @@ func userDir(t *testing.T) string {
 }
 
 func (a *testAgent) put(path, query, body string) (guestapi.FileInfo, error) {
-	a.t.Helper()
+	a.T.Helper()
 	var info guestapi.FileInfo
-	b, _, err := a.do(http.MethodPut, guestapi.PathFileContent+"?path="+url.QueryEscape(path)+query, strings.NewReader(body)) //nolint:bodyclose // do has read and closed it
+	b, _, err := a.Do(http.MethodPut, guestapi.PathFileContent+"?path="+url.QueryEscape(path)+query, strings.NewReader(body)) //nolint:bodyclose // Do has read and closed it
 	if err == nil {
 		err = json.Unmarshal(b, &info)
 	}
@@ -141,7 +141,7 @@ func TestWorkAsUser(t *testing.T) {
 		guestapi.PathRename:  guestapi.Rename{From: "/etc/hostname", To: filepath.Join(dir, "h"), User: nobody},
 		guestapi.PathXAttrs:  guestapi.SetXAttrs{Path: "/etc/hostname", Set: map[string]string{"user.x": "y"}, User: nobody},
 	} {
-		if _, err := ask[guestapi.FileInfo](a, http.MethodPost, path, in); core.CodeOf(err) != guestapi.CodeFileDenied {
+		if _, err := guesttest.Ask[guestapi.FileInfo](a, http.MethodPost, path, in); core.CodeOf(err) != guestapi.CodeFileDenied {
 			t.Errorf("%s: %v", path, err)
 		}
 	}
@@ -151,7 +151,7 @@ func TestWorkAsUser(t *testing.T) {
 	if content(t, secret) != "root's" {
 		t.Error("root's file has changed")
 	}
-	made := must[guestapi.MadeDir](t)(ask[guestapi.MadeDir](a, http.MethodPost, guestapi.PathMakeDir, guestapi.MakeDir{Path: filepath.Join(dir, "a/b"), Parents: true, User: nobody}))
+	made := guesttest.Must[guestapi.MadeDir](t)(guesttest.Ask[guestapi.MadeDir](a, http.MethodPost, guestapi.PathMakeDir, guestapi.MakeDir{Path: filepath.Join(dir, "a/b"), Parents: true, User: nobody}))
 	if !made.Created || made.UID != 65534 || made.Type != "dir" {
 		t.Errorf("%+v", made)
 	}
@@ -171,7 +171,7 @@ func TestHomeOfAUser(t *testing.T) {
 	require.Root(t)
 	a := newTestAgent(t)
 	stat := func(path, user string) (guestapi.FileInfo, error) {
-		return ask[guestapi.FileInfo](a, http.MethodGet, guestapi.PathFiles+"?stat=1&path="+url.QueryEscape(path)+"&user="+user, nil)
+		return guesttest.Ask[guestapi.FileInfo](a, http.MethodGet, guestapi.PathFiles+"?stat=1&path="+url.QueryEscape(path)+"&user="+user, nil)
 	}
 	if info, err := stat("~", "root"); err != nil || info.Path != "/root" {
 		t.Errorf("%+v (%v)", info, err)
@@ -185,8 +185,8 @@ func TestHomeOfAUser(t *testing.T) {
 	if _, err := stat("~", ""); core.CodeOf(err) != core.CodeFileNotFound {
 		t.Errorf("a file named ~ is a file for requests without a user: %v", err)
 	}
-	s := a.start(guestapi.SessionSpec{Command: []string{"pwd"}, Cwd: "~/", User: "root"})
-	if a.wait(s.ID); s.Cwd != "/root" {
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"pwd"}, Cwd: "~/", User: "root"})
+	if a.AwaitEnd(s.ID); s.Cwd != "/root" {
 		t.Errorf("cwd %s", s.Cwd)
 	}
 }
@@ -196,7 +196,7 @@ func TestMakeAndMoveDirectories(t *testing.T) {
 	a := newTestAgent(t)
 	dir := t.TempDir()
 	make := func(req guestapi.MakeDir) (guestapi.MadeDir, error) {
-		return ask[guestapi.MadeDir](a, http.MethodPost, guestapi.PathMakeDir, req)
+		return guesttest.Ask[guestapi.MadeDir](a, http.MethodPost, guestapi.PathMakeDir, req)
 	}
 	deep := filepath.Join(dir, "a", "b")
 	if _, err := make(guestapi.MakeDir{Path: deep}); core.CodeOf(err) != core.CodeFileNotFound {
@@ -212,7 +212,7 @@ func TestMakeAndMoveDirectories(t *testing.T) {
 		t.Errorf("it exists: %v", err)
 	}
 	move := func(req guestapi.Rename) (guestapi.FileInfo, error) {
-		return ask[guestapi.FileInfo](a, http.MethodPost, guestapi.PathRename, req)
+		return guesttest.Ask[guestapi.FileInfo](a, http.MethodPost, guestapi.PathRename, req)
 	}
 	to := filepath.Join(dir, "c", "d")
 	if _, err := move(guestapi.Rename{From: deep, To: to}); core.CodeOf(err) != core.CodeFileNotFound {
@@ -242,7 +242,7 @@ func TestListTree(t *testing.T) {
 		t.Fatal(err)
 	}
 	for depth, want := range map[string]string{"": "a e", "1": "a e", "2": "a a/b a/loop e", "64": "a a/b a/b/c a/b/c/d a/loop e"} {
-		l := must[guestapi.FileList](t)(ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&path="+dir+"&depth="+depth, nil))
+		l := guesttest.Must[guestapi.FileList](t)(guesttest.Ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&path="+dir+"&depth="+depth, nil))
 		var got []string
 		for _, e := range l.Entries {
 			got = append(got, strings.TrimPrefix(e.Path, dir+"/"))
@@ -251,7 +251,7 @@ func TestListTree(t *testing.T) {
 			t.Errorf("depth %s: %v", depth, got)
 		}
 	}
-	if _, err := ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&depth=65&path="+dir, nil); core.CodeOf(err) != core.CodeInvalidField {
+	if _, err := guesttest.Ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&depth=65&path="+dir, nil); core.CodeOf(err) != core.CodeInvalidField {
 		t.Errorf("too deep: %v", err)
 	}
 }
@@ -265,7 +265,7 @@ func TestExtendedAttributes(t *testing.T) {
 	}
 	change := func(req guestapi.SetXAttrs) (guestapi.FileInfo, error) {
 		req.Path = path
-		return ask[guestapi.FileInfo](a, http.MethodPost, guestapi.PathXAttrs, req)
+		return guesttest.Ask[guestapi.FileInfo](a, http.MethodPost, guestapi.PathXAttrs, req)
 	}
 	info, err := change(guestapi.SetXAttrs{Set: map[string]string{"user.a": "1", "user.b": "zwei ü"}})
 	require.That(t, "user_xattr", core.CodeOf(err) != core.CodeUnsupported, "set TMPDIR to a directory of a file system with extended attributes of users")
@@ -275,7 +275,7 @@ func TestExtendedAttributes(t *testing.T) {
 	if info, err = change(guestapi.SetXAttrs{Remove: []string{"user.a", "user.none"}}); err != nil || len(info.XAttrs) != 1 {
 		t.Errorf("%+v (%v)", info, err)
 	}
-	stat := must[guestapi.FileInfo](t)(ask[guestapi.FileInfo](a, http.MethodGet, guestapi.PathFiles+"?stat=1&xattrs=1&path="+path, nil))
+	stat := guesttest.Must[guestapi.FileInfo](t)(guesttest.Ask[guestapi.FileInfo](a, http.MethodGet, guestapi.PathFiles+"?stat=1&xattrs=1&path="+path, nil))
 	if stat.XAttrs["user.b"] != "zwei ü" {
 		t.Errorf("%+v", stat)
 	}
@@ -299,64 +299,9 @@ func TestLongPaths(t *testing.T) {
 	if _, err := a.put("/"+strings.Repeat("x", 4096), "", ""); core.CodeOf(err) != core.CodeInvalidField {
 		t.Errorf("a long path: %v", err)
 	}
-	if _, err := ask[guestapi.MadeDir](a, http.MethodPost, guestapi.PathMakeDir, guestapi.MakeDir{Path: strings.Repeat("x", 300<<10)}); core.CodeOf(err) != core.CodeBodyTooLarge {
+	if _, err := guesttest.Ask[guestapi.MadeDir](a, http.MethodPost, guestapi.PathMakeDir, guestapi.MakeDir{Path: strings.Repeat("x", 300<<10)}); core.CodeOf(err) != core.CodeBodyTooLarge {
 		t.Errorf("a long body: %v", err)
 	}
-}
-
-// TestUserThreadsAreBounded: requests beyond the bound wait for others, or until their caller has gone.
-func TestUserThreadsAreBounded(t *testing.T) {
-	t.Parallel()
-	require.Root(t)
-	u := newUserThreads(func() error { return nil })
-	cred := &syscall.Credential{Uid: 65534, Gid: 65534}
-	release, running, ended := make(chan struct{}), make(chan struct{}), make(chan error)
-	for range maxUserThreads {
-		go func() {
-			ended <- u.as(t.Context(), cred, func() error {
-				running <- struct{}{}
-				<-release
-				return nil
-			})
-		}()
-	}
-	for range maxUserThreads {
-		<-running
-	}
-	ctx, cancel := context.WithCancelCause(t.Context())
-	cancel(errStdinClosed)
-	if err := u.as(ctx, cred, func() error { t.Error("one too many runs"); return nil }); !errors.Is(err, errStdinClosed) {
-		t.Errorf("one too many: %v", err)
-	}
-	u.wait = time.Millisecond
-	if err := u.as(t.Context(), cred, func() error { t.Error("one too many runs"); return nil }); core.CodeOf(err) != core.CodeGuestBusy {
-		t.Errorf("one too many, and nobody gives up: %v", err)
-	}
-	if err := u.as(t.Context(), &syscall.Credential{Uid: 1, Gid: 1}, func() error { return nil }); err != nil {
-		t.Errorf("another user waits: %v", err)
-	}
-	close(release)
-	for range maxUserThreads {
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	}
-	if err := u.as(t.Context(), cred, func() error { return nil }); err != nil {
-		t.Error(err)
-	}
-}
-
-// TestUserThreadEndsMidway: a handler that ends its answer with a panic ends it in its own goroutine.
-func TestUserThreadEndsMidway(t *testing.T) {
-	t.Parallel()
-	require.Root(t)
-	u := newUserThreads(func() error { return nil })
-	defer func() {
-		if p := recover(); p != http.ErrAbortHandler { //nolint:errorlint // the very value
-			t.Errorf("recovered %v", p)
-		}
-	}()
-	_ = u.as(t.Context(), &syscall.Credential{Uid: 65534, Gid: 65534}, func() error { panic(http.ErrAbortHandler) })
 }
 
 // TestUnpackedEntriesAreSwapped: a user who puts something else in the place of an entry, while the tar is unpacked, gets
@@ -382,7 +327,7 @@ func TestUnpackedEntriesAreSwapped(t *testing.T) {
 		tw := tar.NewWriter(into)
 		do(t, tw.WriteHeader(&tar.Header{Name: "d/", Typeflag: tar.TypeDir, Mode: 0o777, Uid: 65534, Gid: 65534}))
 		do(t, tw.WriteHeader(&tar.Header{Name: "f", Typeflag: tar.TypeReg, Mode: 0o777, Uid: 65534, Gid: 65534, Size: 1, ModTime: time.Unix(1e9, 0)}))
-		eventually(t, func() bool { _, err := os.Lstat(in("f")); return err == nil })
+		guesttest.Eventually(t, func() bool { _, err := os.Lstat(in("f")); return err == nil })
 		do(t, swap())
 		_, err := tw.Write([]byte("x"))
 		do(t, err, tw.Close(), into.Close())

@@ -4,6 +4,7 @@ package guestagent
 
 import (
 	"net/http"
+	"os"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -11,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 const maxFlush = 30 * time.Second
@@ -48,18 +50,18 @@ func (f *flusher) flush(limit time.Duration) bool {
 }
 
 func syncFS(path string) error {
-	fd, err := openRaw(path, unix.O_RDONLY|unix.O_DIRECTORY, 0)
+	fd, err := smallfile.Open(path, unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
-		return pathError("open", path, err)
+		return smallfile.PathError("open", path, err)
 	}
 	defer func() { _ = unix.Close(fd) }()
-	return wrap(unix.Syncfs(fd), "syncfs")
+	return os.NewSyscallError("syncfs", unix.Syncfs(fd))
 }
 
 // flushDisk is called before a capture, while the workload runs, so that little is left to flush in the quiesce.
 func (a *Agent) flushDisk(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.FlushRequest
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	limit, err := flushLimit(req.TimeoutMS)

@@ -14,13 +14,15 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
+	"github.com/coppice-dev/coppice/guestagent/procfs"
 )
 
 func TestFlush(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
 	flush := func(ms int) (guestapi.FlushResponse, error) {
-		return ask[guestapi.FlushResponse](a, http.MethodPost, guestapi.PathFlush, guestapi.FlushRequest{TimeoutMS: ms})
+		return guesttest.Ask[guestapi.FlushResponse](a, http.MethodPost, guestapi.PathFlush, guestapi.FlushRequest{TimeoutMS: ms})
 	}
 	if _, err := flush(-1); core.CodeOf(err) != core.CodeInvalidField {
 		t.Errorf("got %v", err)
@@ -52,22 +54,22 @@ func TestQuiesceSaysWhatRuns(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
 	a.disk.path = t.TempDir()
-	s := a.start(guestapi.SessionSpec{Command: []string{"sleep", "1000"}})
-	b := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "exec cat"}, StdinOpen: true})
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sleep", "1000"}})
+	b := a.StartSession(guestapi.SessionSpec{Command: []string{"sh", "-c", "exec cat"}, StdinOpen: true})
 	started := func() error { // a starting program first has another name, and then, for a moment, its own name and no arguments
 		for _, want := range []struct {
 			pid  int
 			comm string
 		}{{s.PID, "sleep"}, {b.PID, "cat"}} {
-			st, err := readStat("/proc", want.pid)
+			st, err := procfs.ReadStat("/proc", want.pid)
 			args, argsErr := os.ReadFile(filepath.Join("/proc", strconv.Itoa(want.pid), "cmdline"))
-			if err = errors.Join(err, argsErr); err != nil || st.comm != want.comm || len(args) == 0 {
+			if err = errors.Join(err, argsErr); err != nil || st.Comm != want.comm || len(args) == 0 {
 				return errors.Join(err, errors.New(want.comm+" does not run yet"))
 			}
 		}
 		return nil
 	}
-	poll, deadline := time.NewTicker(time.Millisecond), time.After(watchdog)
+	poll, deadline := time.NewTicker(time.Millisecond), time.After(guesttest.Watchdog)
 	defer poll.Stop()
 	for err := started(); err != nil; err = started() {
 		select {
@@ -77,7 +79,7 @@ func TestQuiesceSaysWhatRuns(t *testing.T) {
 		}
 	}
 	for range 2 {
-		out, err := ask[guestapi.QuiesceResponse](a, http.MethodPost, guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c", FlushMS: 20_000})
+		out, err := guesttest.Ask[guestapi.QuiesceResponse](a, http.MethodPost, guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c", FlushMS: 20_000})
 		if err != nil || !out.Flushed || out.WorkloadTruncated || len(out.Workload) != 2 {
 			t.Fatalf("%+v, %v", out, err)
 		}
@@ -97,9 +99,9 @@ func TestWorkloadIsBounded(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = errors.Join(cmd.Process.Kill(), cmd.Wait()) }()
-	w := &plainWorkload{}
+	w := &guesttest.Workload{}
 	for range maxWorkload + 1 {
-		w.started = append(w.started, cmd.Process.Pid)
+		w.Started = append(w.Started, cmd.Process.Pid)
 	}
 	var s staleScanner
 	if _, err := s.scan(w); err != nil || len(s.running) != maxWorkload || !s.truncated {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 // gate decides what the agent may do now. Its state survives the agent, so that an agent that is restarted in a frozen
@@ -48,7 +49,7 @@ const maxGenerations = 4096
 func loadGate(path, bootNonce string) *gate {
 	g := &gate{path: path, change: make(chan struct{})}
 	g.s = gateState{State: guestapi.StateReleased, Generation: "boot-" + bootNonce}
-	b, err := readSmall(path)
+	b, err := smallfile.Read(path)
 	if err != nil {
 		return g
 	}
@@ -119,15 +120,15 @@ func (g *gate) set(s gateState) error {
 // reseal.)
 func (g *gate) keep(s gateState) error {
 	if g.file == 0 {
-		fd, err := openRaw(g.path, unix.O_WRONLY|unix.O_CREAT, 0o600)
+		fd, err := smallfile.Open(g.path, unix.O_WRONLY|unix.O_CREAT, 0o600)
 		if err != nil {
-			return pathError("open", g.path, err)
+			return smallfile.PathError("open", g.path, err)
 		}
 		g.file = fd
 	}
 	b := []byte(s.String())
 	if n, err := unix.Pwrite(g.file, b, 0); err != nil || n < len(b) {
-		return pathError("write", g.path, errors.Join(err, io.ErrShortWrite))
+		return smallfile.PathError("write", g.path, errors.Join(err, io.ErrShortWrite))
 	}
 	return nil
 }

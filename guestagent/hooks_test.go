@@ -14,10 +14,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 	"github.com/coppice-dev/coppice/internal/testprog"
 )
 
-func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeout time.Duration) (core.ResealStep, *plainWorkload) {
+func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeout time.Duration) (core.ResealStep, *guesttest.Workload) {
 	t.Helper()
 	dir := t.TempDir()
 	for name, script := range hooks {
@@ -29,7 +30,7 @@ func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeou
 			}
 		}
 	}
-	w := &plainWorkload{}
+	w := &guesttest.Workload{}
 	r := &resealer{work: w}
 	t.Cleanup(func() { // in a guest, the cgroup ends the processes that a hook leaves behind
 		if b, err := os.ReadFile(filepath.Join(dir, "daemon.pid")); err == nil {
@@ -49,8 +50,8 @@ func TestHooks(t *testing.T) {
 		"20-second": "test -e DIR/first.done", "10-first": `test "$COPPICE_GENERATION $COPPICE_HOSTNAME $COPPICE_IP" = "gen-1 fork 10.0.0.1" && touch DIR/first.done`,
 		".hidden": "exit 1", "notes.txt": "exit 1",
 	}, 20*time.Second)
-	if got.Status != core.ResealOK || len(got.Evidence) != 2 || w.hooksLeft != 1 {
-		t.Errorf("step %+v; what hooks left was ended %d times", got, w.hooksLeft)
+	if got.Status != core.ResealOK || len(got.Evidence) != 2 || w.HooksLeft != 1 {
+		t.Errorf("step %+v; what hooks left was ended %d times", got, w.HooksLeft)
 	}
 }
 
@@ -76,7 +77,7 @@ func TestHookFailures(t *testing.T) {
 		if got.Status != core.ResealFailed || !strings.Contains(got.Error, tc.want) || strings.ContainsRune(got.Error, 0x1b) || len(got.Error) > 130 {
 			t.Errorf("%s: %+v, want an error with %q", name, got, tc.want)
 		}
-		if w.hooksLeft != 1 {
+		if w.HooksLeft != 1 {
 			t.Errorf("%s: what the hook left was not ended", name)
 		}
 	}

@@ -5,6 +5,8 @@ package guestagent
 import (
 	"bytes"
 	"context"
+	"encoding/json"
+	"errors"
 	"io"
 	"log/slog"
 	"net"
@@ -14,30 +16,12 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/hashicorp/yamux"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 )
-
-// watchdog ends tests that would hang; no test result depends on it.
-const watchdog = 3 * time.Minute
-
-// eventually waits for something that is not announced.
-func eventually(t *testing.T, ok func() bool) {
-	t.Helper()
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	limit := time.After(watchdog)
-	for !ok() {
-		select {
-		case <-tick.C:
-		case <-limit:
-			t.Fatal("it has not come about in minutes")
-		}
-	}
-}
 
 // wire is to the agent what a VMM is to a virtio port: one stream for the guest, and one host after the other at its
 // other end.
@@ -119,7 +103,7 @@ func linkClient(t *testing.T, w *wire) *http.Client {
 	conn, vmm := socketPair(t)
 	w.connect(vmm)
 	t.Cleanup(func() { _ = conn.Close() })
-	ctx, cancel := context.WithTimeout(t.Context(), watchdog)
+	ctx, cancel := context.WithTimeout(t.Context(), guesttest.Watchdog)
 	defer cancel()
 	link, err := guestapi.Greet(ctx, conn)
 	if err != nil {
@@ -137,13 +121,10 @@ func linkClient(t *testing.T, w *wire) *http.Client {
 
 func linkAgent(t *testing.T) *Agent {
 	t.Helper()
-	a := newAgent(Config{Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}, &plainWorkload{}, filepath.Join(t.TempDir(), "state"))
-	a.sessions.oom = func(int) {}
+	a := newAgent(Config{Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}, &guesttest.Workload{}, filepath.Join(t.TempDir(), "state"))
 	a.reseal.look = func() (*survey, error) { return &survey{}, nil }
 	t.Cleanup(func() {
-		for _, s := range a.sessions.all() {
-			_ = a.sessions.remove(context.WithoutCancel(t.Context()), s)
-		}
+		_ = a.sessions.Close(context.WithoutCancel(t.Context()))
 		a.idle.stop()
 	})
 	return a
@@ -160,12 +141,14 @@ func TestNextHostEndsTheLast(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_ = res.Body.Close()
-	id := a.sessions.all()[0].info.ID
+	var s guestapi.Session
+	if err := errors.Join(json.NewDecoder(res.Body).Decode(&s), res.Body.Close()); err != nil {
+		t.Fatal(err)
+	}
 	// Three requests of the first host: one waits, one uploads for ever, one is held up by the freeze.
 	dir := t.TempDir()
 	body, feed := io.Pipe()
-	ended := make(chan error, 3)
+	ended, following := make(chan error, 3), make(chan struct{})
 	get := func(method, path string, body io.Reader) {
 		req, err := http.NewRequestWithContext(t.Context(), method, "http://guest"+path, body)
 		if err != nil {
@@ -173,19 +156,23 @@ func TestNextHostEndsTheLast(t *testing.T) {
 		}
 		res, err := first.Do(req)
 		if err == nil {
+			if method == http.MethodGet {
+				close(following) // the answer has begun: its reader follows the output
+			}
 			_, err = io.Copy(io.Discard, res.Body)
 			_ = res.Body.Close()
 		}
 		ended <- err
 	}
-	go get(http.MethodGet, strings.Replace(guestapi.PathSessionOutput, "{id}", string(id), 1)+"?follow=1", nil)
+	go get(http.MethodGet, guesttest.Route(guestapi.PathSessionOutput, s.ID)+"?follow=1", nil)
 	go get(http.MethodPut, guestapi.PathFiles+"?path="+filepath.Join(dir, "f"), body)
 	if _, err := feed.Write(bytes.Repeat([]byte("x"), 100_000)); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, func() bool {
+	<-following
+	guesttest.Eventually(t, func() bool {
 		list, err := os.ReadDir(dir)
-		return err == nil && len(list) == 1 && following(a.sessions.all()[0].stdout) == 1
+		return err == nil && len(list) == 1
 	})
 	res, err = first.Post("http://guest"+guestapi.PathQuiesce, "application/json", strings.NewReader(`{"capture_id":"c"}`))
 	if err != nil || res.StatusCode != http.StatusOK {
@@ -218,16 +205,15 @@ func TestNextHostEndsTheLast(t *testing.T) {
 			t.Error("a request of the old link was answered")
 		}
 	}
-	if n := len(a.sessions.all()); n != 1 {
-		t.Errorf("%d sessions, want the one of before", n)
+	res, err = second.Get("http://guest" + guestapi.PathSessions)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var list guestapi.Sessions
+	if err := errors.Join(json.NewDecoder(res.Body).Decode(&list), res.Body.Close()); err != nil || len(list.Sessions) != 1 {
+		t.Errorf("%d sessions (%v), want the one of before", len(list.Sessions), err)
 	}
 	if _, err := os.Stat(filepath.Join(dir, "started")); err == nil {
 		t.Error("a session that waited on the old link was started after the thaw")
 	}
-}
-
-func following(o *output) int {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return len(o.followers)
 }

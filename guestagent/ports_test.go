@@ -34,7 +34,7 @@ func TestConnectToLoopback(t *testing.T) {
 			_ = conn.Close()
 		}()
 		a := newTestAgent(t)
-		conn, err := net.Dial("tcp", strings.TrimPrefix(a.url, "http://"))
+		conn, err := net.Dial("tcp", strings.TrimPrefix(a.URL, "http://"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -80,7 +80,7 @@ func TestConnectRefusals(t *testing.T) {
 		{"65536", guestapi.UpgradeTCP, core.CodeInvalidField},
 		{"x", guestapi.UpgradeTCP, core.CodeInvalidField},
 	} {
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, a.url+"/v1/ports/"+c.port+"/connect", nil)
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, a.URL+"/v1/ports/"+c.port+"/connect", nil)
 		if err != nil {
 			t.Fatal(err)
 		}

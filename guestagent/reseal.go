@@ -13,6 +13,9 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/procfs"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 // evidence is the proof of a step.
@@ -25,7 +28,7 @@ func (e skipError) Error() string { return string(e) }
 
 // resealer gives a clone a new identity, step by step.
 type resealer struct {
-	work   workload
+	work   work
 	stale  staleScanner
 	survey *survey // of the last quiesce; nil in an agent that started later
 	steps  []step
@@ -53,8 +56,8 @@ func (r *resealer) surveyGuest() (*survey, error) {
 		return nil, err
 	}
 	found := &survey{nic: nic, idle: map[string]string{}}
-	err = r.work.inside(func() error {
-		found.dbus = isRegular(dbusID)
+	err = r.work.Inside(func() error {
+		found.dbus = smallfile.IsRegular(dbusID)
 		for _, s := range r.steps {
 			if s.nothing == nil {
 				continue
@@ -110,7 +113,7 @@ func newResealer(a *Agent) *resealer {
 	r := &resealer{work: a.work}
 	r.look = r.surveyGuest
 	r.sys = system{
-		random: "/dev/urandom", diskMount: DiskMount, hooksDir: hooksDir, hookTimeout: hookTimeout, reseed: reseedKernel, oom: normalOOM,
+		random: "/dev/urandom", diskMount: workload.DiskMount, hooksDir: hooksDir, hookTimeout: hookTimeout, reseed: reseedKernel, oom: procfs.NormalOOM,
 	}
 	r.steps = []step{
 		// Randomness comes first, because later steps use it. The old addresses are removed before the sockets that use
@@ -146,7 +149,7 @@ func (r *resealer) run(ctx context.Context, req guestapi.ResealRequest, received
 	start := time.Now()
 	report := core.ResealReport{Generation: req.Identity.Generation, Complete: true, Steps: make([]core.ResealStep, 0, len(r.steps))}
 	run := &resealRun{resealer: r, req: req, received: received}
-	err := r.work.inside(func() error {
+	err := r.work.Inside(func() error {
 		for _, s := range r.steps {
 			done := run.one(ctx, s)
 			report.Steps = append(report.Steps, done)
@@ -260,6 +263,15 @@ func checkReseal(req guestapi.ResealRequest) error {
 		}
 	}
 	return nil
+}
+
+// readBack returns the evidence of a file: what the workload reads there now.
+func readBack(path string) (string, error) {
+	b, err := smallfile.Read(path)
+	if err != nil {
+		return "", err
+	}
+	return core.Clip(strings.TrimSpace(string(b))), nil
 }
 
 // short names a secret without showing it.

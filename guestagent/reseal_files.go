@@ -22,20 +22,22 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/identity"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 const sshDir = "/etc/ssh"
 
 // oldHostKeys lists the host keys of an SSH server.
 func oldHostKeys() ([]string, error) {
-	list, err := names(sshDir)
+	list, err := smallfile.List(sshDir)
 	return slices.DeleteFunc(list, func(name string) bool {
 		return !strings.HasPrefix(name, "ssh_host_") || !strings.HasSuffix(name, "_key") && !strings.HasSuffix(name, "_key.pub")
 	}), err
 }
 
 func noSSH() string {
-	if list, err := oldHostKeys(); err != nil || len(list) > 0 || exists("/usr/sbin/sshd") {
+	if list, err := oldHostKeys(); err != nil || len(list) > 0 || smallfile.Exists("/usr/sbin/sshd") {
 		return ""
 	}
 	return "no SSH server and no host keys"
@@ -75,12 +77,12 @@ func (r *resealRun) outerPID(inner string) int {
 	if err != nil || want <= 1 {
 		return 0
 	}
-	pids, err := r.work.pids()
+	pids, err := r.work.PIDs()
 	if err != nil {
 		return 0
 	}
 	for _, pid := range pids {
-		if r.work.innerPID(pid) == want {
+		if r.work.InnerPID(pid) == want {
 			return pid
 		}
 	}
@@ -100,11 +102,11 @@ func writeHostKey(path, comment string) (fingerprint string, err error) {
 	if err != nil {
 		return "", err
 	}
-	if err := replaceFile(path, pem.EncodeToMemory(block), 0o600); err != nil {
+	if err := smallfile.Replace(path, pem.EncodeToMemory(block), 0o600); err != nil {
 		return "", err
 	}
 	line := strings.TrimSpace(string(ssh.MarshalAuthorizedKey(sshPub))) + " root@" + comment + "\n"
-	if err := replaceFile(path+".pub", []byte(line), 0o644); err != nil {
+	if err := smallfile.Replace(path+".pub", []byte(line), 0o644); err != nil {
 		return "", err
 	}
 	return ssh.FingerprintSHA256(sshPub), nil
@@ -120,7 +122,7 @@ type pattern struct {
 func matches(patterns []pattern) ([]string, error) {
 	var out []string
 	for _, p := range patterns {
-		list, err := names(p.dir)
+		list, err := smallfile.List(p.dir)
 		if err != nil {
 			return nil, err
 		}
@@ -193,7 +195,7 @@ func stepTimers(_ context.Context, r *resealRun) (evidence, error) {
 const journalSocket = "/run/systemd/journal/socket"
 
 func noJournal() string {
-	if exists(journalSocket) {
+	if smallfile.Exists(journalSocket) {
 		return ""
 	}
 	return "no journal"
@@ -220,17 +222,17 @@ func stepJournal(ctx context.Context, r *resealRun) (evidence, error) {
 
 // stepState replaces the parent's token with the sandbox's own.
 func stepState(_ context.Context, r *resealRun) (evidence, error) {
-	const path = runDir + "/token"
+	const path = identity.RunDir + "/token"
 	if r.req.Token == "" {
 		if err := unix.Unlink(path); err != nil && !errors.Is(err, unix.ENOENT) {
-			return nil, pathError("remove", path, err)
+			return nil, smallfile.PathError("remove", path, err)
 		}
 		return evidence{guestapi.EvidenceTokenHash: "none"}, nil
 	}
-	if err := replaceFile(path, []byte(r.req.Token), 0o600); err != nil {
+	if err := smallfile.Replace(path, []byte(r.req.Token), 0o600); err != nil {
 		return nil, err
 	}
-	got, err := readSmall(path)
+	got, err := smallfile.Read(path)
 	if err != nil {
 		return nil, err
 	}
@@ -241,8 +243,8 @@ func stepState(_ context.Context, r *resealRun) (evidence, error) {
 // stepGeneration tells programs in the guest that they are in another machine now. They can watch the file with
 // inotify.
 func stepGeneration(_ context.Context, r *resealRun) (evidence, error) {
-	const path = runDir + "/generation"
-	if err := replaceFile(path, []byte(r.req.Identity.Generation+"\n"), 0o444); err != nil {
+	const path = identity.RunDir + "/generation"
+	if err := smallfile.Replace(path, []byte(r.req.Identity.Generation+"\n"), 0o444); err != nil {
 		return nil, err
 	}
 	got, err := readBack(path)

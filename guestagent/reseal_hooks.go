@@ -20,6 +20,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/account"
+	"github.com/coppice-dev/coppice/guestagent/answer"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 const (
@@ -30,7 +33,7 @@ const (
 )
 
 func noHooks() string {
-	if list, err := names(hooksDir); err != nil || len(list) > 0 {
+	if list, err := smallfile.List(hooksDir); err != nil || len(list) > 0 {
 		return ""
 	}
 	return "no hooks in " + hooksDir
@@ -39,7 +42,7 @@ func noHooks() string {
 // stepHooks runs the image's own hooks, in the order of their names, while everything else is frozen. A hook that
 // fails, or does not end in time, fails the reseal.
 func stepHooks(ctx context.Context, r *resealRun) (evidence, error) {
-	list, err := names(r.sys.hooksDir)
+	list, err := smallfile.List(r.sys.hooksDir)
 	if err != nil {
 		return nil, err
 	}
@@ -53,14 +56,14 @@ func stepHooks(ctx context.Context, r *resealRun) (evidence, error) {
 		}
 		start := time.Now()
 		if err := r.hook(ctx, path); err != nil {
-			return ev, errors.Join(fmt.Errorf("%s: %w", core.Clip(name), err), r.work.endHooks())
+			return ev, errors.Join(fmt.Errorf("%s: %w", core.Clip(name), err), r.work.EndHooks())
 		}
 		ev[core.Clip(name)] = strconv.FormatFloat(core.Milliseconds(time.Since(start)), 'f', 1, 64) + " ms"
 	}
 	if len(ev) == 0 {
 		return nil, skipError("no hooks in " + hooksDir)
 	}
-	return ev, r.work.endHooks()
+	return ev, r.work.EndHooks()
 }
 
 // hook runs one program, with the facts that it needs in its environment.
@@ -73,15 +76,15 @@ func (r *resealRun) hook(ctx context.Context, path string) error {
 	cmd := &exec.Cmd{
 		Path: path, Args: []string{path}, Dir: "/", Stdout: w, Stderr: w, SysProcAttr: &syscall.SysProcAttr{Setsid: true},
 		Env: []string{
-			"PATH=" + defaultPath, "HOME=/root", "LANG=C.UTF-8", "COPPICE_GENERATION=" + r.req.Identity.Generation,
+			"PATH=" + account.DefaultPath, "HOME=/root", "LANG=C.UTF-8", "COPPICE_GENERATION=" + r.req.Identity.Generation,
 			"COPPICE_CHECKPOINT=" + string(r.req.CheckpointID), "COPPICE_HOSTNAME=" + r.req.Identity.Hostname,
 			"COPPICE_MACHINE_ID=" + r.req.Identity.MachineID, "COPPICE_IP=" + r.ip(),
 		},
 	}
-	err = r.work.startHook(cmd)
+	err = r.work.StartHook(cmd)
 	_ = w.Close()
 	if err != nil {
-		return startError(path, err)
+		return answer.StartError(path, err)
 	}
 	r.sys.oom(cmd.Process.Pid)
 	var said bytes.Buffer

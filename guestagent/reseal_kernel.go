@@ -19,15 +19,17 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/identity"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 // reseedKernel gives fresh bytes to the kernel's generator and makes it use them. Once the generator is ready, adding
 // entropy alone changes nothing (Linux 5.18 and later). The second call makes the new key, and so discards the per-CPU
 // keys, the batches of get_random_u64 and the state behind the vDSO.
 func reseedKernel(path string, entropy []byte) error {
-	fd, err := openRaw(path, unix.O_WRONLY, 0)
+	fd, err := smallfile.Open(path, unix.O_WRONLY, 0)
 	if err != nil {
-		return pathError("open", path, err)
+		return smallfile.PathError("open", path, err)
 	}
 	defer func() { _ = unix.Close(fd) }()
 	pool := struct {
@@ -99,25 +101,34 @@ func stepClock(_ context.Context, r *resealRun) (evidence, error) {
 // when the guest booted, and is written in place. Root in the workload may have removed that mount.
 func stepBootID(context.Context, *resealRun) (evidence, error) {
 	id := newUUID()
-	if err := writeSmall(bootIDFile, []byte(id+"\n"), 0o444); err != nil {
+	if err := smallfile.Write(identity.BootIDFile, []byte(id+"\n"), 0o444); err != nil {
 		return nil, err
 	}
-	got, err := readBack(bootIDPath)
+	got, err := readBack(identity.BootIDPath)
 	if err != nil {
 		return nil, err
 	}
 	if got != id {
-		if err := coverBootID(); err != nil {
+		if err := identity.CoverBootID(); err != nil {
 			return nil, err
 		}
-		if got, err = readBack(bootIDPath); err != nil {
+		if got, err = readBack(identity.BootIDPath); err != nil {
 			return nil, err
 		}
 	}
 	if got != id {
-		return nil, fmt.Errorf("%s reads %q after the change", bootIDPath, got)
+		return nil, fmt.Errorf("%s reads %q after the change", identity.BootIDPath, got)
 	}
 	return evidence{guestapi.EvidenceValue: got}, nil
+}
+
+// newUUID returns a random UUID, version 4.
+func newUUID() string {
+	var u [16]byte
+	_, _ = rand.Read(u[:])
+	u[6], u[8] = u[6]&0x0f|0x40, u[8]&0x3f|0x80
+	h := hex.EncodeToString(u[:])
+	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
 }
 
 // onOtherThread runs fn outside the workload's namespaces, in those of the agent.
@@ -134,11 +145,11 @@ const dbusID = "/var/lib/dbus/machine-id"
 func stepMachineID(_ context.Context, r *resealRun) (evidence, error) {
 	id := r.req.Identity.MachineID
 	const main = "/etc/machine-id"
-	if err := writeIdentity(main, []byte(id+"\n"), 0o444); err != nil {
+	if err := identity.WriteFile(main, []byte(id+"\n"), 0o444); err != nil {
 		return nil, err
 	}
-	if r.survey != nil && r.survey.dbus || r.survey == nil && isRegular(dbusID) {
-		if err := replaceFile(dbusID, []byte(id+"\n"), 0o444); err != nil {
+	if r.survey != nil && r.survey.dbus || r.survey == nil && smallfile.IsRegular(dbusID) {
+		if err := smallfile.Replace(dbusID, []byte(id+"\n"), 0o444); err != nil {
 			return nil, err
 		}
 	}
@@ -157,14 +168,14 @@ func stepHostname(_ context.Context, r *resealRun) (evidence, error) {
 	if err := unix.Sethostname([]byte(name)); err != nil {
 		return nil, wrap(err, "sethostname")
 	}
-	if err := writeIdentity("/etc/hostname", []byte(name+"\n"), 0o644); err != nil {
+	if err := identity.WriteFile("/etc/hostname", []byte(name+"\n"), 0o644); err != nil {
 		return nil, err
 	}
-	hosts, err := readSmall("/etc/hosts")
+	hosts, err := smallfile.Read("/etc/hosts")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}
-	if err := writeIdentity("/etc/hosts", []byte(editHosts(string(hosts), old, name)), 0o644); err != nil {
+	if err := identity.WriteFile("/etc/hosts", []byte(editHosts(string(hosts), old, name)), 0o644); err != nil {
 		return nil, err
 	}
 	if err := unix.Uname(&u); err != nil {
@@ -213,7 +224,7 @@ func stepTFOKey(context.Context, *resealRun) (evidence, error) {
 	_, _ = rand.Read(k[:])
 	h := hex.EncodeToString(k[:])
 	key := h[:8] + "-" + h[8:16] + "-" + h[16:24] + "-" + h[24:]
-	if err := writeSmall(tfoKeyPath, []byte(key), 0o600); err != nil {
+	if err := smallfile.Write(tfoKeyPath, []byte(key), 0o600); err != nil {
 		return nil, err
 	}
 	got, err := readBack(tfoKeyPath)

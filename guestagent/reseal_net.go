@@ -18,6 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/identity"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 // findNIC returns the guest's network device: the first one that is not virtual. found is false when there is none.
@@ -118,7 +120,7 @@ func stepNetwork(_ context.Context, r *resealRun) (evidence, error) {
 		for _, a := range want.DNS {
 			b.WriteString("nameserver " + a.String() + "\n")
 		}
-		if err := writeIdentity("/etc/resolv.conf", []byte(b.String()), 0o644); err != nil {
+		if err := identity.WriteFile("/etc/resolv.conf", []byte(b.String()), 0o644); err != nil {
 			return nil, err
 		}
 	}
@@ -353,7 +355,7 @@ func stepTCPMetrics(context.Context, *resealRun) (evidence, error) {
 const conntrackCount = "/proc/sys/net/netfilter/nf_conntrack_count"
 
 func noConntrack() string {
-	if exists(conntrackCount) {
+	if smallfile.Exists(conntrackCount) {
 		return ""
 	}
 	return "no connection tracking"

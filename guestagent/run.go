@@ -12,6 +12,9 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/identity"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 // privateDir has files that must survive the agent and that the workload must not see.
@@ -19,21 +22,21 @@ const privateDir = "/run/.coppice"
 
 // Run serves hosts until ctx ends or the channel fails. It needs root, and a guest that package boot has set up.
 func Run(ctx context.Context, cfg Config) error {
-	NameProcess("coppice-agent")
+	workload.NameProcess("coppice-agent")
 	debug.SetGCPercent(busyGC)
 	debug.SetMemoryLimit(memoryLimit)
 	if err := os.MkdirAll(privateDir, 0o700); err != nil {
 		return err
 	}
-	if err := os.MkdirAll(runDir, 0o755); err != nil {
+	if err := os.MkdirAll(identity.RunDir, 0o755); err != nil {
 		return err
 	}
-	if !exists(bootIDFile) { // false for a restarted agent
-		if err := errors.Join(firstBootID(), raiseNIC()); err != nil {
+	if !smallfile.Exists(identity.BootIDFile) { // false for a restarted agent
+		if err := errors.Join(identity.FirstBootID(), raiseNIC()); err != nil {
 			return err
 		}
 	}
-	w, err := openNamespaces(filepath.Join(privateDir, "workload.json"))
+	w, err := workload.Open(filepath.Join(privateDir, "workload.json"))
 	if err != nil {
 		return fmt.Errorf("set up the workload: %w", err)
 	}
@@ -44,7 +47,7 @@ func Run(ctx context.Context, cfg Config) error {
 	defer a.idle.stop()
 	a.idle.begin() // until the first connection, or for a while
 	a.idle.end()
-	gone, err := w.gone()
+	gone, err := w.Gone()
 	if err != nil {
 		return fmt.Errorf("watch the workload: %w", err)
 	}
@@ -71,20 +74,20 @@ var errWorkloadGone = errors.New("the workload's init has ended")
 // settle brings the workload into the recorded state, whatever an earlier agent was doing.
 func (a *Agent) settle(ctx context.Context) error {
 	s := a.gate.get()
-	if !exists(a.gate.path) {
+	if !smallfile.Exists(a.gate.path) {
 		if err := a.gate.set(s); err != nil {
 			return err
 		}
 	}
 	if s.State == guestapi.StateReleased {
-		const generation = runDir + "/generation"
-		if !exists(generation) {
-			if err := replaceFile(generation, []byte(s.Generation+"\n"), 0o444); err != nil {
+		const generation = identity.RunDir + "/generation"
+		if !smallfile.Exists(generation) {
+			if err := smallfile.Replace(generation, []byte(s.Generation+"\n"), 0o444); err != nil {
 				return err
 			}
 		}
-		return a.work.thaw(ctx)
+		return a.work.Thaw(ctx)
 	}
-	_, err := a.work.freeze(ctx, 10*time.Second)
+	_, err := a.work.Freeze(ctx, 10*time.Second)
 	return err
 }

@@ -13,7 +13,7 @@ import (
 
 func (a *Agent) createWatch(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.CreateWatch
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	do, err := a.files.Caller(r.Context(), req.User, &req.Path)

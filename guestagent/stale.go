@@ -10,6 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/procfs"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 const (
@@ -40,8 +42,8 @@ type verdict struct {
 }
 
 // scan lists the workload's processes with such a generator. Only one caller at a time.
-func (s *staleScanner) scan(w workload) ([]core.StaleProcess, error) {
-	pids, err := w.pids()
+func (s *staleScanner) scan(w work) ([]core.StaleProcess, error) {
+	pids, err := w.PIDs()
 	if err != nil {
 		return nil, err
 	}
@@ -50,33 +52,33 @@ func (s *staleScanner) scan(w workload) ([]core.StaleProcess, error) {
 	s.running = make([]core.WorkloadProcess, 0, min(len(pids), maxWorkload))
 	known := make(map[processKey]verdict, len(pids))
 	for _, pid := range pids {
-		st, err := readStat("/proc", pid)
-		if err != nil || st.state == "Z" {
+		st, err := procfs.ReadStat("/proc", pid)
+		if err != nil || st.State == "Z" {
 			continue
 		}
-		if runsByItself(st.comm) {
-			s.timers = append(s.timers, st.comm)
+		if runsByItself(st.Comm) {
+			s.timers = append(s.timers, st.Comm)
 		}
-		key := processKey{pid, st.startTicks}
+		key := processKey{pid, st.StartTicks}
 		v, ok := s.known[key]
 		if !ok {
-			v.inner = w.innerPID(pid)
+			v.inner = w.InnerPID(pid)
 		}
-		if !ok || v.comm != st.comm || v.size != st.vsize { // a new program changes both
-			v.comm, v.args = st.comm, argsOf(pid)
+		if !ok || v.comm != st.Comm || v.size != st.VSize { // a new program changes both
+			v.comm, v.args = st.Comm, argsOf(pid)
 		}
-		if !ok || v.runtime == "" && v.size != st.vsize {
+		if !ok || v.runtime == "" && v.size != st.VSize {
 			v.runtime = runtimeOf(pid)
 		}
-		v.size = st.vsize
+		v.size = st.VSize
 		known[key] = v
 		if len(s.running) == maxWorkload {
 			s.truncated = true
 		} else {
-			s.running = append(s.running, core.WorkloadProcess{PID: v.inner, StartTicks: st.startTicks, Command: core.Clip(st.comm), Args: v.args})
+			s.running = append(s.running, core.WorkloadProcess{PID: v.inner, StartTicks: st.StartTicks, Command: core.Clip(st.Comm), Args: v.args})
 		}
 		if v.runtime != "" && len(found) < maxStale {
-			found = append(found, core.StaleProcess{PID: v.inner, Command: core.Clip(st.comm), Runtime: v.runtime})
+			found = append(found, core.StaleProcess{PID: v.inner, Command: core.Clip(st.Comm), Runtime: v.runtime})
 		}
 	}
 	s.known = known
@@ -85,7 +87,7 @@ func (s *staleScanner) scan(w workload) ([]core.StaleProcess, error) {
 
 // argsOf returns the beginning of a process's command line.
 func argsOf(pid int) string {
-	fd, err := openRaw("/proc/"+strconv.Itoa(pid)+"/cmdline", unix.O_RDONLY, 0)
+	fd, err := smallfile.Open("/proc/"+strconv.Itoa(pid)+"/cmdline", unix.O_RDONLY, 0)
 	if err != nil {
 		return ""
 	}
@@ -163,7 +165,7 @@ func runtimeByName(path []byte) string {
 
 // isGo searches for the note with Go's build id, which its linker puts near the beginning of a program.
 func isGo(exe string) bool {
-	fd, err := openRaw(exe, unix.O_RDONLY, 0)
+	fd, err := smallfile.Open(exe, unix.O_RDONLY, 0)
 	if err != nil {
 		return false
 	}

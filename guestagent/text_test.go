@@ -7,12 +7,12 @@ import (
 	"os"
 	"os/exec"
 	"strings"
-	"syscall"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 )
 
 func TestEditHosts(t *testing.T) {
@@ -52,26 +52,6 @@ func TestAddCA(t *testing.T) {
 	}
 }
 
-func TestParseSocketAddr(t *testing.T) {
-	t.Parallel()
-	for in, want := range map[string]string{
-		"0100007F:1F90":                         "127.0.0.1:8080",
-		"00000000:0016":                         "0.0.0.0:22",
-		"00000000000000000000000001000000:0050": "[::1]:80",
-		"0000000000000000FFFF00000100007F:0050": "127.0.0.1:80",
-	} {
-		got, ok := parseSocketAddr(in)
-		if !ok || got.String() != want {
-			t.Errorf("%s is %s (%t), want %s", in, got, ok, want)
-		}
-	}
-	for _, in := range []string{"", "0100007F", "0100007F:", "01:1", "zz00007F:1F90", "0100007F:1F90F"} {
-		if got, ok := parseSocketAddr(in); ok {
-			t.Errorf("%q is taken for %s", in, got)
-		}
-	}
-}
-
 func TestRuntimeByName(t *testing.T) {
 	t.Parallel()
 	for path, want := range map[string]string{
@@ -93,7 +73,7 @@ func TestStaleScan(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _, _ = cmd.Process.Kill(), cmd.Wait() }()
-	w := &plainWorkload{started: []int{os.Getpid(), cmd.Process.Pid, 1 << 22}}
+	w := &guesttest.Workload{Started: []int{os.Getpid(), cmd.Process.Pid, 1 << 22}}
 	var s staleScanner
 	for range 2 { // the second time with the cached findings
 		got, err := s.scan(w)
@@ -106,43 +86,10 @@ func TestStaleScan(t *testing.T) {
 	}
 }
 
-func TestParseSignal(t *testing.T) {
-	t.Parallel()
-	for in, want := range map[string]syscall.Signal{"TERM": 15, "sigterm": 15, "SIGKILL": 9, "9": 9, "Int": 2} {
-		if got, err := parseSignal(in); err != nil || got != want {
-			t.Errorf("%s is %v (%v), want %v", in, got, err, want)
-		}
-	}
-	for _, in := range []string{"", "0", "-9", "65", "SIGNOTHING", "\x1b[2J"} {
-		if got, err := parseSignal(in); err == nil {
-			t.Errorf("%q is taken for %v", in, got)
-		} else if strings.Contains(err.Error(), "\x1b") {
-			t.Errorf("the error repeats what it was given: %q", err)
-		}
-	}
-}
-
-func TestReadStat(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	if err := os.MkdirAll(dir+"/7", 0o755); err != nil {
-		t.Fatal(err)
-	}
-	line := "7 (a) b (c)) S 3 4 5 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 987 12345 67 18446744073709551615 1 1"
-	if err := os.WriteFile(dir+"/7/stat", []byte(line), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	got, err := readStat(dir, 7)
-	want := stat{comm: "a) b (c)", state: "S", ppid: 3, sid: 5, startTicks: 987, vsize: "12345", rssPages: 67}
-	if err != nil || got != want {
-		t.Errorf("got %+v (%v), want %+v", got, err, want)
-	}
-}
-
 func TestProcessesAndPorts(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
-	list := must[guestapi.Processes](t)(ask[guestapi.Processes](a, http.MethodGet, guestapi.PathProcesses, nil))
+	list := guesttest.Must[guestapi.Processes](t)(guesttest.Ask[guestapi.Processes](a, http.MethodGet, guestapi.PathProcesses, nil))
 	found := false
 	for _, p := range list.Processes {
 		found = found || p.PID == os.Getpid() && p.PPID == os.Getppid() && strings.Contains(p.Cmdline, "-test.")
@@ -150,13 +97,13 @@ func TestProcessesAndPorts(t *testing.T) {
 	if !found {
 		t.Errorf("this process is not in %+v", list)
 	}
-	ports := must[guestapi.Ports](t)(ask[guestapi.Ports](a, http.MethodGet, guestapi.PathPorts, nil))
+	ports := guesttest.Must[guestapi.Ports](t)(guesttest.Ask[guestapi.Ports](a, http.MethodGet, guestapi.PathPorts, nil))
 	found = false
 	for _, p := range ports.Ports {
-		found = found || p.PID == os.Getpid() && strings.HasSuffix(a.url, ":"+itoa(p.Port)) && p.Address.String() == "127.0.0.1"
+		found = found || p.PID == os.Getpid() && strings.HasSuffix(a.URL, ":"+itoa(p.Port)) && p.Address.String() == "127.0.0.1"
 	}
 	if !found {
-		t.Errorf("the test's own server %s is not in %+v", a.url, ports)
+		t.Errorf("the test's own server %s is not in %+v", a.URL, ports)
 	}
 }
 

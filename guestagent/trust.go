@@ -21,6 +21,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 // The places where images keep trusted CAs: one file with all of them, and for OpenSSL a directory with one file each,
@@ -80,7 +82,7 @@ func trustInBundles(ca string) (bundles int, err error) {
 		if bytes.HasSuffix(bundle, marked(ca)) { // it is there already, in a fork of a fork
 			continue
 		}
-		if err := replaceFile(real, addCA(bundle, ca), 0o644); err != nil {
+		if err := smallfile.Replace(real, addCA(bundle, ca), 0o644); err != nil {
 			return bundles, err
 		}
 	}
@@ -90,7 +92,7 @@ func trustInBundles(ca string) (bundles int, err error) {
 	if err := os.MkdirAll(trustDir, 0o755); err != nil {
 		return 0, err
 	}
-	return 1, replaceFile(trustBundles[0], addCA(nil, ca), 0o644)
+	return 1, smallfile.Replace(trustBundles[0], addCA(nil, ca), 0o644)
 }
 
 func marked(ca string) []byte { return []byte(caBegin + strings.TrimRight(ca, "\n") + "\n" + caEnd) }
@@ -109,7 +111,7 @@ func addCA(bundle []byte, ca string) []byte {
 
 // trustInDir makes OpenSSL find a CA in a directory, and returns the file name; "" if the image has no such directory.
 func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
-	if !exists(dir) {
+	if !smallfile.Exists(dir) {
 		return "", nil
 	}
 	hash, err := subjectHash(cert.RawSubject)
@@ -122,7 +124,7 @@ func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
 			return "", err
 		}
 	}
-	if err := replaceFile(path, []byte(ca), 0o644); err != nil {
+	if err := smallfile.Replace(path, []byte(ca), 0o644); err != nil {
 		return "", err
 	}
 	for n := 0; ; n++ {
@@ -142,7 +144,7 @@ func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
 
 // unlinkTrust removes all names of our CA.
 func unlinkTrust(dir string) error {
-	list, err := names(dir)
+	list, err := smallfile.List(dir)
 	if err != nil {
 		return err
 	}

@@ -14,12 +14,13 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
 func (a *testAgent) watch(req guestapi.CreateWatch) guestapi.Watch {
-	a.t.Helper()
-	return must[guestapi.Watch](a.t)(ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, req))
+	a.T.Helper()
+	return guesttest.Must[guestapi.Watch](a.T)(guesttest.Ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, req))
 }
 
 // reader reads the events of a watch.
@@ -30,18 +31,18 @@ type reader struct {
 }
 
 func (a *testAgent) events(id core.WatchID, query string) *reader {
-	a.t.Helper()
+	a.T.Helper()
 	path := strings.Replace(guestapi.PathWatchEvents, "{id}", string(id), 1)
-	req, err := http.NewRequestWithContext(a.t.Context(), http.MethodGet, a.url+path+query, nil)
+	req, err := http.NewRequestWithContext(a.T.Context(), http.MethodGet, a.URL+path+query, nil)
 	if err != nil {
-		a.t.Fatal(err)
+		a.T.Fatal(err)
 	}
 	res, err := http.DefaultTransport.RoundTrip(req)
 	if err != nil || res.StatusCode != http.StatusOK {
-		a.t.Fatal(res.StatusCode, err)
+		a.T.Fatal(res.StatusCode, err)
 	}
-	a.t.Cleanup(func() { _ = res.Body.Close() })
-	return &reader{t: a.t, scan: bufio.NewScanner(res.Body)}
+	a.T.Cleanup(func() { _ = res.Body.Close() })
+	return &reader{t: a.T, scan: bufio.NewScanner(res.Body)}
 }
 
 // next returns the next event that is not of a kind that file systems and the kernel add.
@@ -114,7 +115,7 @@ func TestWatchTree(t *testing.T) {
 	if e, more := r.next(); more {
 		t.Errorf("after the end: %+v", e)
 	}
-	list := must[guestapi.Watches](t)(ask[guestapi.Watches](a, http.MethodGet, guestapi.PathWatches, nil))
+	list := guesttest.Must[guestapi.Watches](t)(guesttest.Ask[guestapi.Watches](a, http.MethodGet, guestapi.PathWatches, nil))
 	if len(list.Watches) != 1 || !list.Watches[0].Ended || list.Watches[0].Incomplete || list.Watches[0].Last != r.last {
 		t.Errorf("%+v, the last event was %d", list, r.last)
 	}
@@ -134,13 +135,13 @@ func TestWatchOneDirectory(t *testing.T) {
 	}
 	two := a.events(w.ID, "?follow=1&after="+itoa(int(one.Seq)))
 	two.until(guestapi.WatchCreate, "two")
-	if _, _, err := a.do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(w.ID), 1), nil); err != nil { //nolint:bodyclose // do has read and closed it
+	if _, _, err := a.Do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(w.ID), 1), nil); err != nil { //nolint:bodyclose // Do has read and closed it
 		t.Fatal(err)
 	}
 	for more := true; more; { // the stream ends with the watch
 		_, more = two.next()
 	}
-	if _, _, err := a.do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(w.ID), 1), nil); core.CodeOf(err) != core.CodeWatchNotFound { //nolint:bodyclose // do has read and closed it
+	if _, _, err := a.Do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(w.ID), 1), nil); core.CodeOf(err) != core.CodeWatchNotFound { //nolint:bodyclose // Do has read and closed it
 		t.Errorf("a second time: %v", err)
 	}
 }
@@ -150,7 +151,7 @@ func TestWatchRights(t *testing.T) {
 	dir := userDir(t)
 	a := newTestAgent(t)
 	create := func(req guestapi.CreateWatch) error {
-		_, err := ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, req)
+		_, err := guesttest.Ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, req)
 		return err
 	}
 	if err := create(guestapi.CreateWatch{Path: t.TempDir(), User: nobody}); core.CodeOf(err) != guestapi.CodeFileDenied {
@@ -183,7 +184,7 @@ func TestWatchesAreBounded(t *testing.T) {
 	for range 31 {
 		a.watch(guestapi.CreateWatch{Path: "/"})
 	}
-	if _, err := ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: "/"}); core.CodeOf(err) != guestapi.CodeWatchLimit {
+	if _, err := guesttest.Ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: "/"}); core.CodeOf(err) != guestapi.CodeWatchLimit {
 		t.Errorf("one too many: %v", err)
 	}
 	const files = 4096/2 + 100 // each is created and removed
@@ -191,8 +192,8 @@ func TestWatchesAreBounded(t *testing.T) {
 		name := filepath.Join(dir, itoa(i))
 		do(t, os.Mkdir(name, 0o755), os.Remove(name))
 	}
-	eventually(t, func() bool {
-		list := must[guestapi.Watches](t)(ask[guestapi.Watches](a, http.MethodGet, guestapi.PathWatches, nil)).Watches
+	guesttest.Eventually(t, func() bool {
+		list := guesttest.Must[guestapi.Watches](t)(guesttest.Ask[guestapi.Watches](a, http.MethodGet, guestapi.PathWatches, nil)).Watches
 		i := slices.IndexFunc(list, func(l guestapi.Watch) bool { return l.ID == w.ID })
 		return list[i].Last == 2*files
 	})
@@ -236,19 +237,19 @@ func TestPathsOfWatchesAreBounded(t *testing.T) {
 	for ; left >= len(root); left -= len(root) {
 		a.watch(guestapi.CreateWatch{Path: root})
 	}
-	_, err := ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: root})
+	_, err := guesttest.Ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: root})
 	if core.CodeOf(err) != guestapi.CodeWatchLimit || !strings.Contains(err.Error(), "too many directories") {
 		t.Fatalf("a path that does not fit in the last %d bytes: %v", left, err)
 	}
 	if w := a.watch(guestapi.CreateWatch{Path: t.TempDir()}); w.Incomplete {
 		t.Errorf("a path that fits: %+v", w)
 	}
-	_, _, err = a.do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(first.ID), 1), nil) //nolint:bodyclose // do has read and closed it
+	_, _, err = a.Do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(first.ID), 1), nil) //nolint:bodyclose // Do has read and closed it
 	do(t, err)
 	var w guestapi.Watch
 	for _, recursive := range []bool{false, true} {
-		eventually(t, func() bool { // the watch ends on its own
-			w, err = ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: root, Recursive: recursive})
+		guesttest.Eventually(t, func() bool { // the watch ends on its own
+			w, err = guesttest.Ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: root, Recursive: recursive})
 			return err == nil
 		})
 	}

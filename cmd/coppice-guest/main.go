@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent"
 	"github.com/coppice-dev/coppice/guestagent/boot"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 const (
@@ -34,8 +35,8 @@ func main() {
 		mode = os.Args[1]
 	}
 	switch {
-	case mode == guestagent.WorkloadInitMode:
-		exit(guestagent.RunWorkloadInit())
+	case mode == workload.InitMode:
+		exit(workload.RunInit())
 	case os.Getpid() == 1:
 		runtime.UnlockOSThread()
 		boot.Main([]string{name, agentMode})

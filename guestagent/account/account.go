@@ -13,6 +13,9 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+// DefaultPath is the PATH of programs, unless their environment has one.
+const DefaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
 // DefaultDir is where programs of a user start, and what relative paths of the user mean.
 func DefaultDir(home string) string {
 	for _, d := range []string{"/workspace", home} {

@@ -9,12 +9,27 @@ import (
 	"io"
 	"io/fs"
 	"net/http"
+	"os"
 	"strconv"
 	"syscall"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
+
+// MaxControlBody bounds the body of a request that carries no data of a user.
+const MaxControlBody = 1 << 20
+
+// Handler answers a request, or returns an error for it. Once it has begun its answer, it returns nil.
+type Handler func(w http.ResponseWriter, r *http.Request) error
+
+// ServeHTTP answers a request, with a problem if the handler returns an error.
+func (h Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	if err := h(w, r); err != nil {
+		p := guestapi.ProblemOf(err)
+		WriteJSON(w, Status(p.Category), p)
+	}
+}
 
 // WriteJSON sends an answer.
 func WriteJSON(w http.ResponseWriter, status int, v any) {
@@ -92,4 +107,44 @@ func IntParam(r *http.Request, name string, missing int64) (int64, error) {
 func BoolParam(r *http.Request, name string) bool {
 	v, err := strconv.ParseBool(r.URL.Query().Get(name))
 	return err == nil && v
+}
+
+// Status returns the HTTP status of an error.
+func Status(c core.Category) int {
+	switch c {
+	case core.NotFound:
+		return http.StatusNotFound
+	case core.AlreadyExists, core.Conflict, core.FailedPrecondition:
+		return http.StatusConflict
+	case core.Invalid:
+		return http.StatusBadRequest
+	case core.Exhausted:
+		return http.StatusTooManyRequests
+	case core.PermissionDenied, core.Unauthenticated:
+		return http.StatusForbidden
+	case core.Unavailable, core.Canceled:
+		return http.StatusServiceUnavailable
+	case core.TimedOut:
+		return http.StatusGatewayTimeout
+	case core.DataLoss, core.Internal:
+	}
+	return http.StatusInternalServerError
+}
+
+// StartError explains why the kernel did not run a program.
+func StartError(name string, err error) error {
+	name = core.Clip(name)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return core.Errorf(core.NotFound, guestapi.CodeCommandNotFound, "%s: no such program, or its interpreter or working directory is missing", name)
+	case errors.Is(err, os.ErrPermission):
+		return core.Errorf(core.PermissionDenied, guestapi.CodeCommandFailed, "%s: not permitted to run", name)
+	case errors.Is(err, syscall.ENOEXEC):
+		return core.Errorf(core.Invalid, guestapi.CodeCommandFailed, "%s: not a program that this guest can run", name)
+	case errors.Is(err, syscall.E2BIG):
+		return core.Errorf(core.Invalid, guestapi.CodeCommandFailed, "%s: the arguments and the environment are too long", name)
+	case errors.Is(err, syscall.EAGAIN), errors.Is(err, syscall.ENOMEM):
+		return core.Errorf(core.Exhausted, guestapi.CodeCommandFailed, "%s: the guest has no room for another process: %v", name, err)
+	}
+	return core.Wrapf(err, core.Internal, guestapi.CodeCommandFailed, "%s: not started: %v", name, err)
 }

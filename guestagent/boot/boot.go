@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/guestagent"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 const (
@@ -207,7 +207,7 @@ func switchRoot() error {
 		{"/dev", newRoot + "/dev"},
 		{"/proc", newRoot + "/proc"},
 		{"/sys", newRoot + "/sys"},
-		{diskDir, newRoot + guestagent.DiskMount},
+		{diskDir, newRoot + workload.DiskMount},
 	} {
 		if err := os.MkdirAll(m.to, 0o755); err != nil {
 			return err
@@ -216,7 +216,7 @@ func switchRoot() error {
 			return fmt.Errorf("move %s to the new root: %w", m.from, err)
 		}
 	}
-	if err := os.Chmod(newRoot+filepath.Dir(guestagent.DiskMount), 0o700); err != nil {
+	if err := os.Chmod(newRoot+filepath.Dir(workload.DiskMount), 0o700); err != nil {
 		return err
 	}
 	freeInitrd()

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/guestagent"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 const (
@@ -26,7 +26,7 @@ const (
 func supervise(console *os.File, args []string) {
 	debug.SetGCPercent(-1) // almost nothing is allocated from here on
 	children := make(chan os.Signal, 1)
-	guestagent.SurviveSignals()
+	workload.SurviveSignals()
 	signal.Notify(children, unix.SIGCHLD)
 	pause := firstPause
 	for {

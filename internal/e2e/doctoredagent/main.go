@@ -35,6 +35,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent"
 	"github.com/coppice-dev/coppice/guestagent/boot"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 const agentMode = "agent"
@@ -52,8 +53,8 @@ func main() {
 	}
 	var err error
 	switch {
-	case mode == guestagent.WorkloadInitMode:
-		err = guestagent.RunWorkloadInit()
+	case mode == workload.InitMode:
+		err = workload.RunInit()
 	case os.Getpid() == 1:
 		runtime.UnlockOSThread()
 		boot.Main([]string{"doctoredagent", agentMode})

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package sessions
 
 import (
 	"errors"
@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/procfs"
 )
 
 // session is one process that was started for a user, with its streams.
@@ -152,7 +153,7 @@ func openTerminal(cols, rows uint16) (*streams, error) {
 		return nil, os.NewSyscallError("dup", err)
 	}
 	tty := os.NewFile(uintptr(slave), "tty")
-	return &streams{stdin: pollable(in, "ptmx"), stdout: pollable(fd, "ptmx"), pstdin: tty, terminal: true}, nil
+	return &streams{stdin: os.NewFile(uintptr(in), "ptmx"), stdout: os.NewFile(uintptr(fd), "ptmx"), pstdin: tty, terminal: true}, nil
 }
 
 // openPeer opens the slave of a master without a path.
@@ -271,7 +272,7 @@ func (s *session) signal(sig syscall.Signal, target string) error {
 	case guestapi.TargetGroup:
 		to = -s.pid
 	case guestapi.TargetSession:
-		for _, pid := range sessionMembers(s.pid) {
+		for _, pid := range procfs.SessionMembers(s.pid) {
 			if pid != s.pid {
 				_ = syscall.Kill(pid, sig) // it may have ended
 			}
@@ -342,7 +343,7 @@ func (s *session) kill() {
 		return
 	}
 	_ = syscall.Kill(-s.pid, syscall.SIGKILL)
-	for _, pid := range sessionMembers(s.pid) {
+	for _, pid := range procfs.SessionMembers(s.pid) {
 		_ = syscall.Kill(pid, syscall.SIGKILL)
 	}
 }

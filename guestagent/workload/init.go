@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package workload
 
 import (
 	"errors"
@@ -10,15 +10,17 @@ import (
 	"runtime/debug"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/guestagent/identity"
 )
 
 // DiskMount is where the file system of the writable disk is mounted for the agent. The workload does not see it.
 const DiskMount = "/run/.coppice/disk"
 
-// RunWorkloadInit is PID 1 of the workload. It sets up the new namespaces, reports that on descriptor 3, and then reaps
+// RunInit is PID 1 of the workload. It sets up the new namespaces, reports that on descriptor 3, and then reaps
 // orphans of the workload. It returns only on failure. It must be called on the main thread, locked to it: a cgroup
 // namespace belongs to a thread, and others join the one of this thread.
-func RunWorkloadInit() error {
+func RunInit() error {
 	debug.SetGCPercent(-1) // nothing is allocated from here on, and a collection every two minutes would touch memory
 	NameProcess("coppice-init")
 	children := make(chan os.Signal, 1)
@@ -80,8 +82,8 @@ func furnish() error {
 	if err := unix.Unmount(DiskMount, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
 		return fmt.Errorf("hide %s: %w", DiskMount, err)
 	}
-	if err := coverIdentity(); err != nil {
+	if err := identity.CoverFiles(); err != nil {
 		return fmt.Errorf("cover the files of the identity: %w", err)
 	}
-	return coverBootID()
+	return identity.CoverBootID()
 }

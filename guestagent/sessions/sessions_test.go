@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package sessions
 
 import (
 	"bytes"
@@ -19,28 +19,50 @@ import (
 	"github.com/coder/websocket"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
+
+func TestMain(m *testing.M) { testleak.Main(m) }
+
+// testServer is a server of sessions behind plain HTTP.
+type testServer struct {
+	*guesttest.Client
+	sessions *Server
+}
+
+func newTestServer(t *testing.T) *testServer {
+	t.Helper()
+	s := New(&guesttest.Workload{}, func(context.Context) error { return nil })
+	s.oom = func(int) {}
+	mux := http.NewServeMux()
+	s.Routes(func(pattern string, h answer.Handler) { mux.Handle(pattern, h) })
+	c := guesttest.NewClient(t, mux)
+	t.Cleanup(func() { _ = s.Close(context.WithoutCancel(t.Context())) })
+	return &testServer{Client: c, sessions: s}
+}
 
 func TestSessionStreamsAndEnd(t *testing.T) {
 	t.Parallel()
-	a := newTestAgent(t)
-	s := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "echo out; echo err >&2; exit 7"}, TimeoutMS: 60_000})
-	if out, res := a.output(s.ID, "follow=1"); out != "out\n" || res.Header.Get(guestapi.HeaderOffset) != "0" || //nolint:bodyclose // output has read and closed it
+	a := newTestServer(t)
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sh", "-c", "echo out; echo err >&2; exit 7"}, TimeoutMS: 60_000})
+	if out, res := a.ReadOutput(s.ID, "follow=1"); out != "out\n" || res.Header.Get(guestapi.HeaderOffset) != "0" || //nolint:bodyclose // ReadOutput has read and closed it
 		res.Trailer.Get(guestapi.HeaderEndOffset) != "4" || res.Trailer.Get(guestapi.HeaderEOF) != "true" || res.Trailer.Get(guestapi.HeaderTruncated) != "false" {
 		t.Errorf("stdout %q, header %v, trailer %v", out, res.Header, res.Trailer)
 	}
-	if out, _ := a.output(s.ID, "follow=1&stream=stderr&offset=1"); out != "rr\n" { //nolint:bodyclose // output has read and closed it
+	if out, _ := a.ReadOutput(s.ID, "follow=1&stream=stderr&offset=1"); out != "rr\n" { //nolint:bodyclose // ReadOutput has read and closed it
 		t.Errorf("stderr from 1: %q", out)
 	}
-	end := a.wait(s.ID)
+	end := a.AwaitEnd(s.ID)
 	if end.ExitCode == nil || *end.ExitCode != 7 || end.TimedOut || end.StdoutBytes != 4 || end.StderrBytes != 4 || end.EndedAt.Before(end.StartedAt) {
 		t.Errorf("unexpected end %+v", end)
 	}
 	for path, in := range map[string]any{
 		guestapi.PathSessionSignal: guestapi.Signal{Signal: "TERM"}, guestapi.PathSessionStdin: "x",
 	} {
-		if _, err := ask[struct{}](a, http.MethodPost, a.route(path, s.ID), in); core.CodeOf(err) != guestapi.CodeSessionEnded {
+		if _, err := guesttest.Ask[struct{}](a, http.MethodPost, guesttest.Route(path, s.ID), in); core.CodeOf(err) != guestapi.CodeSessionEnded {
 			t.Errorf("%s of an ended session: %v", path, err)
 		}
 	}
@@ -48,7 +70,7 @@ func TestSessionStreamsAndEnd(t *testing.T) {
 
 func TestSessionRefusals(t *testing.T) {
 	t.Parallel()
-	a := newTestAgent(t)
+	a := newTestServer(t)
 	id := core.NewID[core.SessionID]()
 	for name, tc := range map[string]struct {
 		spec guestapi.SessionSpec
@@ -66,53 +88,53 @@ func TestSessionRefusals(t *testing.T) {
 		"not found":        {guestapi.SessionSpec{Command: []string{"no-such-program"}, Cwd: "/"}, guestapi.CodeCommandNotFound},
 		"a directory":      {guestapi.SessionSpec{Command: []string{"/"}, Cwd: "/"}, guestapi.CodeCommandFailed},
 	} {
-		if _, err := ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, tc.spec); core.CodeOf(err) != tc.want {
+		if _, err := guesttest.Ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, tc.spec); core.CodeOf(err) != tc.want {
 			t.Errorf("%s: %v, want %s", name, err, tc.want)
 		}
 	}
-	if list := must[guestapi.Sessions](t)(ask[guestapi.Sessions](a, http.MethodGet, guestapi.PathSessions, nil)); len(list.Sessions) != 0 {
+	if list := guesttest.Must[guestapi.Sessions](t)(guesttest.Ask[guestapi.Sessions](a, http.MethodGet, guestapi.PathSessions, nil)); len(list.Sessions) != 0 {
 		t.Errorf("refused sessions are listed: %+v", list)
 	}
-	a.start(guestapi.SessionSpec{ID: id, Command: []string{"true"}})
-	if _, err := ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, guestapi.SessionSpec{ID: id, Command: []string{"true"}}); core.CodeOf(err) != guestapi.CodeSessionExists {
+	a.StartSession(guestapi.SessionSpec{ID: id, Command: []string{"true"}})
+	if _, err := guesttest.Ask[guestapi.Session](a, http.MethodPost, guestapi.PathSessions, guestapi.SessionSpec{ID: id, Command: []string{"true"}}); core.CodeOf(err) != guestapi.CodeSessionExists {
 		t.Errorf("a repeated id: %v", err)
 	}
 	for path, want := range map[string]core.Code{
-		"/v1/nothing": core.CodeRouteNotFound, a.route(guestapi.PathSession, "sess_x"): core.CodeSessionNotFound,
-		a.route(guestapi.PathSessionOutput, id) + "?offset=-1":   core.CodeInvalidField,
-		a.route(guestapi.PathSessionOutput, id) + "?stream=both": core.CodeInvalidField,
+		guesttest.Route(guestapi.PathSession, "sess_x"):                  core.CodeSessionNotFound,
+		guesttest.Route(guestapi.PathSessionOutput, id) + "?offset=-1":   core.CodeInvalidField,
+		guesttest.Route(guestapi.PathSessionOutput, id) + "?stream=both": core.CodeInvalidField,
 	} {
-		if _, _, err := a.do(http.MethodGet, path, nil); core.CodeOf(err) != want { //nolint:bodyclose // do has read and closed it
+		if _, _, err := a.Do(http.MethodGet, path, nil); core.CodeOf(err) != want { //nolint:bodyclose // Do has read and closed it
 			t.Errorf("%s: %v, want %s", path, err, want)
 		}
 	}
-	if _, _, err := a.do(http.MethodPost, guestapi.PathSessions, strings.NewReader("{")); core.CodeOf(err) != core.CodeMalformedBody { //nolint:bodyclose // do has read and closed it
+	if _, _, err := a.Do(http.MethodPost, guestapi.PathSessions, strings.NewReader("{")); core.CodeOf(err) != core.CodeMalformedBody { //nolint:bodyclose // Do has read and closed it
 		t.Errorf("half a body: %v", err)
 	}
-	if _, _, err := a.do(http.MethodPost, guestapi.PathReseed, bytes.NewReader(make([]byte, maxControlBody+1))); core.CodeOf(err) != core.CodeBodyTooLarge { //nolint:bodyclose // do has read and closed it
+	if _, _, err := a.Do(http.MethodPost, guesttest.Route(guestapi.PathSessionSignal, id), bytes.NewReader(make([]byte, answer.MaxControlBody+1))); core.CodeOf(err) != core.CodeBodyTooLarge { //nolint:bodyclose // Do has read and closed it
 		t.Errorf("a large body: %v", err)
 	}
 }
 
 func TestSessionTimeoutKillsTheWholeSession(t *testing.T) {
 	t.Parallel()
-	a := newTestAgent(t)
-	s := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "trap '' TERM; sleep 1000 & sleep 1001"}, TimeoutMS: 100})
-	end := a.wait(s.ID)
+	a := newTestServer(t)
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sh", "-c", "trap '' TERM; sleep 1000 & sleep 1001"}, TimeoutMS: 100})
+	end := a.AwaitEnd(s.ID)
 	if !end.TimedOut || end.Signal != "SIGKILL" || *end.ExitCode != 137 {
 		t.Errorf("unexpected end %+v", end)
 	}
 	// The pipe closes only when the last process is dead.
-	if _, res := a.output(s.ID, "follow=1"); res.Trailer.Get(guestapi.HeaderEOF) != "true" { //nolint:bodyclose // output has read and closed it
+	if _, res := a.ReadOutput(s.ID, "follow=1"); res.Trailer.Get(guestapi.HeaderEOF) != "true" { //nolint:bodyclose // ReadOutput has read and closed it
 		t.Error("the output has not ended")
 	}
 }
 
 func TestSessionLimit(t *testing.T) {
 	t.Parallel()
-	a := newTestAgent(t)
+	a := newTestServer(t)
 	for range maxEnded + 20 {
-		a.wait(a.start(guestapi.SessionSpec{Command: []string{"true"}}).ID)
+		a.AwaitEnd(a.StartSession(guestapi.SessionSpec{Command: []string{"true"}}).ID)
 	}
 	if n := len(a.sessions.all()); n > maxEnded+1 {
 		t.Errorf("%d ended sessions are kept, want at most %d", n, maxEnded)
@@ -121,11 +143,11 @@ func TestSessionLimit(t *testing.T) {
 
 func TestLargeOutputIsWhole(t *testing.T) {
 	t.Parallel()
-	a := newTestAgent(t)
+	a := newTestServer(t)
 	const mib = 40
-	s := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", fmt.Sprintf("yes 0123456789abcde | head -c %d", mib<<20)}})
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sh", "-c", fmt.Sprintf("yes 0123456789abcde | head -c %d", mib<<20)}})
 	sum := sha256.New()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, a.url+a.route(guestapi.PathSessionOutput, s.ID)+"?follow=1", nil)
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, a.URL+guesttest.Route(guestapi.PathSessionOutput, s.ID)+"?follow=1", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -149,11 +171,11 @@ func TestLargeOutputIsWhole(t *testing.T) {
 
 func TestStdinBlocksAndIsGivenUp(t *testing.T) {
 	t.Parallel()
-	a := newTestAgent(t)
-	s := a.start(guestapi.SessionSpec{Command: []string{"sleep", "1000"}, StdinOpen: true})
+	a := newTestServer(t)
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sleep", "1000"}, StdinOpen: true})
 	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, a.url+a.route(guestapi.PathSessionStdin, s.ID), bytes.NewReader(make([]byte, 1<<20)))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, a.URL+guesttest.Route(guestapi.PathSessionStdin, s.ID), bytes.NewReader(make([]byte, 1<<20)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -164,10 +186,10 @@ func TestStdinBlocksAndIsGivenUp(t *testing.T) {
 	// The session then accepts the next input as usual, up to its end.
 	done := make(chan error, 1)
 	go func() {
-		_, _, err := a.do(http.MethodPost, a.route(guestapi.PathSessionStdin, s.ID), bytes.NewReader(make([]byte, 1<<20))) //nolint:bodyclose // do has read and closed it
+		_, _, err := a.Do(http.MethodPost, guesttest.Route(guestapi.PathSessionStdin, s.ID), bytes.NewReader(make([]byte, 1<<20))) //nolint:bodyclose // Do has read and closed it
 		done <- err
 	}()
-	if _, err := ask[struct{}](a, http.MethodDelete, a.route(guestapi.PathSession, s.ID), nil); err != nil {
+	if _, err := guesttest.Ask[struct{}](a, http.MethodDelete, guesttest.Route(guestapi.PathSession, s.ID), nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-done; core.CodeOf(err) != guestapi.CodeSessionEnded && core.CodeOf(err) != core.CodeSessionNotFound {
@@ -177,9 +199,9 @@ func TestStdinBlocksAndIsGivenUp(t *testing.T) {
 
 func TestAttach(t *testing.T) {
 	t.Parallel()
-	a := newTestAgent(t)
-	s := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "read x; echo got $x; echo e >&2; cat; exit 3"}, StdinOpen: true})
-	conn, _, err := websocket.Dial(t.Context(), a.url+a.route(guestapi.PathSessionAttach, s.ID), nil) //nolint:bodyclose // websocket.Dial leaves nothing to close
+	a := newTestServer(t)
+	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sh", "-c", "read x; echo got $x; echo e >&2; cat; exit 3"}, StdinOpen: true})
+	conn, _, err := websocket.Dial(t.Context(), a.URL+guesttest.Route(guestapi.PathSessionAttach, s.ID), nil) //nolint:bodyclose // websocket.Dial leaves nothing to close
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package userthread
 
 import (
 	"context"
@@ -19,14 +19,14 @@ import (
 
 // The bounds of threads that work as users at the same time: a host may open many files and read none.
 const (
-	maxUserThreads = 16 // of one user, so that none keeps the others from working
-	maxThreads     = 256
-	threadWait     = 5 * time.Second
+	maxOfUser   = 16 // of one user, so that none keeps the others from working
+	maxAll      = 256
+	longestWait = 5 * time.Second
 )
 
-// userThreads runs functions with the rights of users.
-type userThreads struct {
-	join func() error // moves the calling thread to where the workload's files are
+// Threads run functions with the rights of users.
+type Threads struct {
+	join func() error
 	wait time.Duration
 
 	mu      sync.Mutex // guards what follows
@@ -35,12 +35,13 @@ type userThreads struct {
 	freed   chan struct{}  // closed when a thread ends, and then replaced
 }
 
-func newUserThreads(join func() error) *userThreads {
-	return &userThreads{join: join, wait: threadWait, running: map[uint32]int{}, freed: make(chan struct{})}
+// New returns an empty set of threads. join moves the calling thread to where the files of the workload are.
+func New(join func() error) *Threads {
+	return &Threads{join: join, wait: longestWait, running: map[uint32]int{}, freed: make(chan struct{})}
 }
 
 // enter takes a place for a thread. It waits a short time for one.
-func (u *userThreads) enter(ctx context.Context, uid uint32) error {
+func (u *Threads) enter(ctx context.Context, uid uint32) error {
 	late := time.NewTimer(u.wait)
 	defer late.Stop()
 	for {
@@ -49,7 +50,7 @@ func (u *userThreads) enter(ctx context.Context, uid uint32) error {
 		}
 		u.mu.Lock()
 		freed := u.freed
-		free := u.all < maxThreads && u.running[uid] < maxUserThreads
+		free := u.all < maxAll && u.running[uid] < maxOfUser
 		if free {
 			u.all++
 			u.running[uid]++
@@ -68,7 +69,7 @@ func (u *userThreads) enter(ctx context.Context, uid uint32) error {
 	}
 }
 
-func (u *userThreads) leave(uid uint32) {
+func (u *Threads) leave(uid uint32) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	u.all--
@@ -79,9 +80,9 @@ func (u *userThreads) leave(uid uint32) {
 	u.freed = make(chan struct{})
 }
 
-// as runs fn on a thread of its own that becomes the user for good: it has the user's ids and groups and no capability,
+// As runs fn on a thread of its own that becomes the user for good: it has the user's ids and groups and no capability,
 // and ends with fn. So nothing of the agent's rights is left that fn could use, and nothing of the user's identity stays.
-func (u *userThreads) as(ctx context.Context, cred *syscall.Credential, fn func() error) error {
+func (u *Threads) As(ctx context.Context, cred *syscall.Credential, fn func() error) error {
 	if err := u.enter(ctx, cred.Uid); err != nil {
 		return err
 	}

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package sessions
 
 import (
 	"bytes"
@@ -28,8 +28,8 @@ type attachment struct {
 
 // attachSession joins a session's streams to a WebSocket until the session or the connection ends. The end of the
 // connection does not affect the session.
-func (a *Agent) attachSession(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) attachSession(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}

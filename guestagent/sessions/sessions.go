@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package sessions
 
 import (
 	"bytes"
@@ -17,7 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/procfs"
 )
 
 const (
@@ -26,21 +28,34 @@ const (
 	maxArgs    = 4096
 )
 
-// sessions are all the sessions of the agent, oldest first.
-type sessions struct {
-	work   workload
+// Workload is where the programs of sessions run.
+type Workload interface {
+	// Inside runs fn on a thread that sees the workload's file system and starts children in its namespaces. Several
+	// calls may run at once. fn must not block for long, except in the file system.
+	Inside(fn func() error) error
+	// Start starts a process in the workload. It must be called from within Inside.
+	Start(cmd *exec.Cmd) error
+	// InnerPID returns the number of a process within the workload, or 0 when it is gone.
+	InnerPID(pid int) int
+}
+
+// Server has all the sessions of the agent, and answers the requests for them.
+type Server struct {
+	work   Workload
+	pass   func(ctx context.Context) error // waits until the workload runs
 	budget outputBudget
 	oom    func(pid int) // gives a process the normal OOM score
 
 	spawn sync.RWMutex // held for writing during a freeze, so that no start is half done
 
-	mu   sync.Mutex // guards the fields below
-	list []*session
+	mu   sync.Mutex        // guards the fields below
+	list []*session        // oldest first
 	env  map[string]string // environment of the sandbox
 }
 
-func newSessions(w workload) *sessions {
-	s := &sessions{work: w, oom: normalOOM}
+// New returns a server without sessions. pass returns when the workload runs and a session may start.
+func New(w Workload, pass func(ctx context.Context) error) *Server {
+	s := &Server{work: w, pass: pass, oom: procfs.NormalOOM}
 	s.budget.limit = 64 << 20
 	var si unix.Sysinfo_t
 	if unix.Sysinfo(&si) == nil {
@@ -49,13 +64,14 @@ func newSessions(w workload) *sessions {
 	return s
 }
 
-func (m *sessions) setEnv(env map[string]string) {
+// SetEnv sets the environment of sessions that start from now on.
+func (m *Server) SetEnv(env map[string]string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.env = env
 }
 
-func (m *sessions) get(id core.SessionID) (*session, error) {
+func (m *Server) get(id core.SessionID) (*session, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, s := range m.list {
@@ -66,21 +82,21 @@ func (m *sessions) get(id core.SessionID) (*session, error) {
 	return nil, core.Errorf(core.NotFound, core.CodeSessionNotFound, "there is no session %q in this sandbox", core.Clip(string(id)))
 }
 
-func (m *sessions) all() []*session {
+func (m *Server) all() []*session {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return slices.Clone(m.list)
 }
 
-// running counts the sessions with a living process.
-func (m *sessions) running() int {
+// Running counts the sessions with a living process.
+func (m *Server) Running() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.countRunning()
 }
 
-// countRunning is running for a caller who holds mu.
-func (m *sessions) countRunning() int {
+// countRunning is Running for a caller who holds mu.
+func (m *Server) countRunning() int {
 	n := 0
 	for _, s := range m.list {
 		select {
@@ -93,7 +109,7 @@ func (m *sessions) countRunning() int {
 }
 
 // admit adds a session that is about to start to the list, or returns why it may not.
-func (m *sessions) admit(s *session) (map[string]string, error) {
+func (m *Server) admit(s *session) (map[string]string, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	running := m.countRunning() // under the lock that is held until the session is on the list: many may start at once
@@ -108,7 +124,7 @@ func (m *sessions) admit(s *session) (map[string]string, error) {
 }
 
 // forget removes a session from the list and frees its output.
-func (m *sessions) forget(s *session) {
+func (m *Server) forget(s *session) {
 	m.mu.Lock()
 	m.list = slices.DeleteFunc(m.list, func(o *session) bool { return o == s })
 	m.mu.Unlock()
@@ -120,7 +136,7 @@ func (m *sessions) forget(s *session) {
 }
 
 // evict forgets the oldest ended sessions beyond the limit.
-func (m *sessions) evict() {
+func (m *Server) evict() {
 	m.mu.Lock()
 	var ended []*session
 	for _, s := range m.list {
@@ -168,7 +184,7 @@ func checkSpec(spec *guestapi.SessionSpec) error {
 }
 
 // start starts a process. It returns when the kernel runs the program, or has refused to.
-func (m *sessions) start(spec guestapi.SessionSpec) (*session, error) {
+func (m *Server) start(spec guestapi.SessionSpec) (*session, error) {
 	if err := checkSpec(&spec); err != nil {
 		return nil, err
 	}
@@ -198,12 +214,12 @@ func (m *sessions) start(spec guestapi.SessionSpec) (*session, error) {
 }
 
 // launch starts the process. The caller holds s.mu.
-func (m *sessions) launch(spec guestapi.SessionSpec, env map[string]string, s *session) (*exec.Cmd, *streams, error) {
+func (m *Server) launch(spec guestapi.SessionSpec, env map[string]string, s *session) (*exec.Cmd, *streams, error) {
 	var cmd *exec.Cmd
 	var st *streams
 	m.spawn.RLock()
 	defer m.spawn.RUnlock()
-	err := m.work.inside(func() error {
+	err := m.work.Inside(func() error {
 		var err error
 		if cmd, err = command(spec, env); err != nil {
 			return err
@@ -214,9 +230,9 @@ func (m *sessions) launch(spec guestapi.SessionSpec, env map[string]string, s *s
 		st.wire(cmd)
 		pidfd := -1
 		cmd.SysProcAttr.PidFD = &pidfd
-		if err := m.work.start(cmd); err != nil {
+		if err := m.work.Start(cmd); err != nil {
 			st.closeAll()
-			return startError(spec.Command[0], err)
+			return answer.StartError(spec.Command[0], err)
 		}
 		st.closeTheirs()
 		if pidfd >= 0 && unix.SetNonblock(pidfd, true) == nil {
@@ -229,7 +245,7 @@ func (m *sessions) launch(spec guestapi.SessionSpec, env map[string]string, s *s
 	}
 	s.pid = cmd.Process.Pid
 	m.oom(s.pid)
-	s.info.PID, s.info.Cwd = m.work.innerPID(s.pid), cmd.Dir
+	s.info.PID, s.info.Cwd = m.work.InnerPID(s.pid), cmd.Dir
 	s.stdin = st.stdin
 	if st.terminal {
 		s.terminal = st.stdout
@@ -238,7 +254,7 @@ func (m *sessions) launch(spec guestapi.SessionSpec, env map[string]string, s *s
 }
 
 // attend starts the goroutines that serve a running process: its streams, its timeout, its end.
-func (m *sessions) attend(s *session, cmd *exec.Cmd, st *streams, spec guestapi.SessionSpec) {
+func (m *Server) attend(s *session, cmd *exec.Cmd, st *streams, spec guestapi.SessionSpec) {
 	go s.stdout.pump(st.stdout)
 	if s.stderr != nil {
 		go s.stderr.pump(st.stderr)
@@ -261,7 +277,7 @@ func (m *sessions) attend(s *session, cmd *exec.Cmd, st *streams, spec guestapi.
 }
 
 // await waits for the end of the process and reads the rest of its output.
-func (m *sessions) await(s *session, cmd *exec.Cmd, st *streams) {
+func (m *Server) await(s *session, cmd *exec.Cmd, st *streams) {
 	// The process number must not be freed while a signal could still be sent to it. So the state is changed before the
 	// process is reaped.
 	waitExit(cmd.Process.Pid, st.pidfd)
@@ -325,26 +341,8 @@ func exitOf(state *os.ProcessState, err error) (code int, sig string) {
 	return state.ExitCode(), ""
 }
 
-// startError explains why the kernel did not run a program.
-func startError(name string, err error) error {
-	name = core.Clip(name)
-	switch {
-	case errors.Is(err, os.ErrNotExist):
-		return core.Errorf(core.NotFound, guestapi.CodeCommandNotFound, "%s: no such program, or its interpreter or working directory is missing", name)
-	case errors.Is(err, os.ErrPermission):
-		return core.Errorf(core.PermissionDenied, guestapi.CodeCommandFailed, "%s: not permitted to run", name)
-	case errors.Is(err, syscall.ENOEXEC):
-		return core.Errorf(core.Invalid, guestapi.CodeCommandFailed, "%s: not a program that this guest can run", name)
-	case errors.Is(err, syscall.E2BIG):
-		return core.Errorf(core.Invalid, guestapi.CodeCommandFailed, "%s: the arguments and the environment are too long", name)
-	case errors.Is(err, syscall.EAGAIN), errors.Is(err, syscall.ENOMEM):
-		return core.Errorf(core.Exhausted, guestapi.CodeCommandFailed, "%s: the guest has no room for another process: %v", name, err)
-	}
-	return core.Wrapf(err, core.Internal, guestapi.CodeCommandFailed, "%s: not started: %v", name, err)
-}
-
 // remove kills a session and forgets it.
-func (m *sessions) remove(ctx context.Context, s *session) error {
+func (m *Server) remove(ctx context.Context, s *session) error {
 	s.kill()
 	m.forget(s) // first, because a stream that waits for a follower would delay the end
 	select {
@@ -353,4 +351,19 @@ func (m *sessions) remove(ctx context.Context, s *session) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
+}
+
+// PauseStarts waits until no session is half started. No other one starts before the returned function is called.
+func (m *Server) PauseStarts() (resume func()) {
+	m.spawn.Lock()
+	return m.spawn.Unlock
+}
+
+// Close ends and forgets all sessions.
+func (m *Server) Close(ctx context.Context) error {
+	var errs []error
+	for _, s := range m.all() {
+		errs = append(errs, m.remove(ctx, s))
+	}
+	return errors.Join(errs...)
 }

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package workload
 
 import (
 	"bytes"
@@ -22,20 +22,23 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/account"
+	"github.com/coppice-dev/coppice/guestagent/procfs"
+	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
 const (
 	cgroupRoot     = "/sys/fs/cgroup"
-	workloadCgroup = cgroupRoot + "/workload"
+	memberCgroup   = cgroupRoot + "/workload"
 	hooksCgroup    = cgroupRoot + "/hooks"
 	maxIdleThreads = 2
 )
 
-// WorkloadInitMode is the argument that makes the agent's binary run as PID 1 of the workload.
-const WorkloadInitMode = "workload-init"
+// InitMode is the argument that makes the agent's binary run as PID 1 of the workload.
+const InitMode = "workload-init"
 
-// namespaces is the workload of a real guest: a cgroup, and pid, mount and cgroup namespaces held by a small init.
-type namespaces struct {
+// Workload is the workload of a guest: a cgroup, and pid, mount and cgroup namespaces held by a small init.
+type Workload struct {
 	init    int // its PID 1, as the agent sees it
 	ns      map[int]*os.File
 	cgroup  *os.File // used by descriptor, because their paths do not exist in the workload's namespaces
@@ -49,11 +52,11 @@ type initRecord struct {
 	StartTicks uint64 `json:"start_ticks"`
 }
 
-// openNamespaces adopts the running workload, or starts one.
-func openNamespaces(recordPath string) (*namespaces, error) {
-	n := &namespaces{ns: map[int]*os.File{}, threads: make(chan chan func(), maxIdleThreads)}
+// Open adopts the running workload, or starts one.
+func Open(recordPath string) (*Workload, error) {
+	n := &Workload{ns: map[int]*os.File{}, threads: make(chan chan func(), maxIdleThreads)}
 	var err error
-	if n.cgroup, err = makeCgroup(workloadCgroup); err != nil {
+	if n.cgroup, err = makeCgroup(memberCgroup); err != nil {
 		return nil, err
 	}
 	if n.hooks, err = makeCgroup(hooksCgroup); err != nil {
@@ -86,27 +89,27 @@ func makeCgroup(path string) (*os.File, error) {
 
 func findInit(path string) int {
 	var rec initRecord
-	b, err := readSmall(path)
+	b, err := smallfile.Read(path)
 	if err != nil || json.Unmarshal(b, &rec) != nil || rec.PID <= 0 {
 		return 0
 	}
-	st, err := readStat("/proc", rec.PID)
-	if err != nil || st.startTicks != rec.StartTicks || st.state == "Z" {
+	st, err := procfs.ReadStat("/proc", rec.PID)
+	if err != nil || st.StartTicks != rec.StartTicks || st.State == "Z" {
 		return 0
 	}
 	return rec.PID
 }
 
 // startInit starts the workload's PID 1 in its cgroup and waits until its namespaces are set up.
-func (n *namespaces) startInit(recordPath string) error {
+func (n *Workload) startInit(recordPath string) error {
 	r, w, err := os.Pipe()
 	if err != nil {
 		return err
 	}
 	defer func() { _ = r.Close() }()
 	cmd := &exec.Cmd{
-		Path: "/proc/self/exe", Args: []string{"coppice-guest", WorkloadInitMode}, Dir: "/", Stderr: os.Stderr, ExtraFiles: []*os.File{w},
-		Env: []string{"PATH=" + defaultPath, "GODEBUG="},
+		Path: "/proc/self/exe", Args: []string{"coppice-guest", InitMode}, Dir: "/", Stderr: os.Stderr, ExtraFiles: []*os.File{w},
+		Env: []string{"PATH=" + account.DefaultPath, "GODEBUG="},
 		SysProcAttr: &syscall.SysProcAttr{
 			Setsid: true, Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID, UseCgroupFD: true, CgroupFD: int(n.cgroup.Fd()),
 		},
@@ -127,19 +130,19 @@ func (n *namespaces) startInit(recordPath string) error {
 		_ = cmd.Process.Kill()
 		return fmt.Errorf("it did not become ready: %w", errors.Join(err, <-ended))
 	}
-	st, err := readStat("/proc", n.init)
+	st, err := procfs.ReadStat("/proc", n.init)
 	if err != nil {
 		return err
 	}
-	b, err := json.Marshal(initRecord{PID: n.init, StartTicks: st.startTicks})
+	b, err := json.Marshal(initRecord{PID: n.init, StartTicks: st.StartTicks})
 	if err != nil {
 		return err
 	}
-	return replaceFile(recordPath, b, 0o600)
+	return smallfile.Replace(recordPath, b, 0o600)
 }
 
-// gone returns a channel that is closed when the workload's init has ended, and with it every process of the workload.
-func (n *namespaces) gone() (<-chan struct{}, error) {
+// Gone returns a channel that is closed when the workload's init has ended, and with it every process of the workload.
+func (n *Workload) Gone() (<-chan struct{}, error) {
 	fd, err := unix.PidfdOpen(n.init, unix.PIDFD_NONBLOCK)
 	if err != nil {
 		return nil, os.NewSyscallError("pidfd_open", err)
@@ -162,9 +165,9 @@ func (n *namespaces) gone() (<-chan struct{}, error) {
 	return ch, nil
 }
 
-// inside runs fn on a thread that has joined the workload's namespaces. Threads are kept for later calls, and new ones
+// Inside runs fn on a thread that has joined the workload's namespaces. Threads are kept for later calls, and new ones
 // are made when all are busy. So a call that hangs in a file system does not delay other calls.
-func (n *namespaces) inside(fn func() error) error {
+func (n *Workload) Inside(fn func() error) error {
 	var thread chan func()
 	select {
 	case thread = <-n.threads:
@@ -185,11 +188,11 @@ func (n *namespaces) inside(fn func() error) error {
 	return err
 }
 
-func (n *namespaces) newThread(jobs <-chan func()) error {
+func (n *Workload) newThread(jobs <-chan func()) error {
 	joined := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
-		err := n.join()
+		err := n.Join()
 		joined <- err
 		if err != nil {
 			return
@@ -204,9 +207,9 @@ func (n *namespaces) newThread(jobs <-chan func()) error {
 	return nil
 }
 
-// join moves the calling thread into the namespaces. Its children are born in the pid namespace; the thread itself
+// Join moves the calling thread into the namespaces. Its children are born in the pid namespace; the thread itself
 // stays outside of it.
-func (n *namespaces) join() error {
+func (n *Workload) Join() error {
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return os.NewSyscallError("unshare", err)
 	}
@@ -218,8 +221,12 @@ func (n *namespaces) join() error {
 	return nil
 }
 
-func (n *namespaces) start(cmd *exec.Cmd) error     { return startIn(cmd, n.cgroup) }
-func (n *namespaces) startHook(cmd *exec.Cmd) error { return startIn(cmd, n.hooks) }
+// Start starts a process in the workload. It must be called from within Inside.
+func (n *Workload) Start(cmd *exec.Cmd) error { return startIn(cmd, n.cgroup) }
+
+// StartHook starts a process outside of the workload, where the freeze does not reach it. It must also be called from
+// within Inside.
+func (n *Workload) StartHook(cmd *exec.Cmd) error { return startIn(cmd, n.hooks) }
 
 func startIn(cmd *exec.Cmd, cgroup *os.File) error {
 	if cmd.SysProcAttr == nil {
@@ -235,7 +242,7 @@ func openControl(cgroup *os.File, name string, flags int) (int, error) {
 		fd, err := unix.Openat(int(cgroup.Fd()), name, flags|unix.O_CLOEXEC, 0)
 		if !errors.Is(err, unix.EINTR) {
 			if err != nil {
-				err = pathError("open", cgroup.Name()+"/"+name, err)
+				err = smallfile.PathError("open", cgroup.Name()+"/"+name, err)
 			}
 			return fd, err
 		}
@@ -289,60 +296,59 @@ func writeControl(cgroup *os.File, name, value string) error {
 	}
 	defer func() { _ = unix.Close(fd) }()
 	if _, err := unix.Write(fd, []byte(value)); err != nil {
-		return pathError("write", cgroup.Name()+"/"+name, err)
+		return smallfile.PathError("write", cgroup.Name()+"/"+name, err)
 	}
 	return nil
 }
 
-func (n *namespaces) freeze(ctx context.Context, timeout time.Duration) (int, error) {
+// Freeze stops every process of the workload and returns their number. If a process does not stop in time, the error is
+// NOT_QUIESCED and names it, and everything runs again.
+func (n *Workload) Freeze(ctx context.Context, timeout time.Duration) (int, error) {
 	if err := writeControl(n.cgroup, "cgroup.freeze", "1"); err != nil {
 		return 0, core.Wrapf(err, core.Internal, core.CodeNotQuiesced, "the workload cannot be frozen: %v", err)
 	}
 	ok, err := awaitEvent(ctx, n.cgroup, "frozen", "1", timeout)
 	if err == nil && ok {
-		pids, err := n.pids()
+		pids, err := n.PIDs()
 		return len(pids), err
 	}
-	var blame string
+	var named string
 	if err == nil {
-		blame = n.unfrozen()
+		named = n.unfrozen()
 	}
-	thawed := n.thaw(context.WithoutCancel(ctx))
+	thawed := n.Thaw(context.WithoutCancel(ctx))
 	if err != nil {
 		return 0, errors.Join(err, thawed)
 	}
 	return 0, errors.Join(core.Errorf(core.FailedPrecondition, core.CodeNotQuiesced,
-		"the workload did not freeze within %s: %s cannot be stopped; the workload goes on", timeout, blame), thawed)
+		"the workload did not freeze within %s: %s cannot be stopped; the workload goes on", timeout, named), thawed)
 }
 
 // unfrozen names a process that is not frozen.
-func (n *namespaces) unfrozen() string {
-	pids, _ := n.pids()
+func (n *Workload) unfrozen() string {
+	pids, _ := n.PIDs()
 	named := "some process"
 	for _, pid := range pids {
-		wchan, _ := readSmall(fmt.Sprintf("/proc/%d/wchan", pid))
-		st, err := readStat("/proc", pid)
+		wchan, _ := smallfile.Read(fmt.Sprintf("/proc/%d/wchan", pid))
+		st, err := procfs.ReadStat("/proc", pid)
 		if err != nil || string(wchan) == "do_freezer_trap" {
 			continue
 		}
-		named = fmt.Sprintf("process %d (%s, state %s, in %s)", n.innerPID(pid), core.Clip(st.comm), st.state, core.Clip(string(wchan)))
-		if st.state == "D" {
+		named = fmt.Sprintf("process %d (%s, state %s, in %s)", n.InnerPID(pid), core.Clip(st.Comm), st.State, core.Clip(string(wchan)))
+		if st.State == "D" {
 			return named
 		}
 	}
 	return named
 }
 
-func (n *namespaces) thaw(context.Context) error {
+// Thaw undoes Freeze. It is idempotent.
+func (n *Workload) Thaw(context.Context) error {
 	return writeControl(n.cgroup, "cgroup.freeze", "0")
 }
 
-func (n *namespaces) frozen() (bool, error) {
-	return awaitEvent(context.Background(), n.cgroup, "frozen", "1", 0)
-}
-
-// endHooks kills processes that hooks have left behind, because no freeze reaches them.
-func (n *namespaces) endHooks() error {
+// EndHooks kills processes that hooks have left behind, because no freeze reaches them.
+func (n *Workload) EndHooks() error {
 	if ok, err := awaitEvent(context.Background(), n.hooks, "populated", "0", 0); ok || err != nil {
 		return err
 	}
@@ -356,23 +362,23 @@ func (n *namespaces) endHooks() error {
 	return err
 }
 
-// pids lists the processes of the workload, without its init.
-func (n *namespaces) pids() ([]int, error) {
+// PIDs lists the processes of the workload, without its init.
+func (n *Workload) PIDs() ([]int, error) {
 	out, err := n.members(nil, n.cgroup)
 	slices.Sort(out)
 	return out, err
 }
 
 // members adds the processes of a cgroup and of the cgroups below it.
-func (n *namespaces) members(out []int, cgroup *os.File) ([]int, error) {
+func (n *Workload) members(out []int, cgroup *os.File) ([]int, error) {
 	fd, err := openControl(cgroup, "cgroup.procs", unix.O_RDONLY)
 	if err != nil {
 		return nil, err
 	}
-	b, err := readToEnd(fd, 1<<20)
+	b, err := smallfile.ReadToEnd(fd, 1<<20)
 	_ = unix.Close(fd)
 	if err != nil {
-		return nil, pathError("read", cgroup.Name()+"/cgroup.procs", err)
+		return nil, smallfile.PathError("read", cgroup.Name()+"/cgroup.procs", err)
 	}
 	for f := range bytes.FieldsSeq(b) {
 		if pid, err := strconv.Atoi(string(f)); err == nil && pid != n.init {
@@ -388,7 +394,7 @@ func (n *namespaces) members(out []int, cgroup *os.File) ([]int, error) {
 	return n.below(out, cgroup)
 }
 
-func (n *namespaces) below(out []int, cgroup *os.File) ([]int, error) {
+func (n *Workload) below(out []int, cgroup *os.File) ([]int, error) {
 	root, err := openControl(cgroup, ".", unix.O_RDONLY|unix.O_DIRECTORY)
 	if err != nil {
 		return nil, err
@@ -417,8 +423,9 @@ func (n *namespaces) below(out []int, cgroup *os.File) ([]int, error) {
 	return out, nil
 }
 
-func (n *namespaces) innerPID(pid int) int {
-	b, err := readSmall("/proc/" + strconv.Itoa(pid) + "/status")
+// InnerPID returns the number of a process within the workload, or 0 when it is gone.
+func (n *Workload) InnerPID(pid int) int {
+	b, err := smallfile.Read("/proc/" + strconv.Itoa(pid) + "/status")
 	if err != nil {
 		return 0
 	}
@@ -428,6 +435,5 @@ func (n *namespaces) innerPID(pid int) int {
 	return inner
 }
 
-func (n *namespaces) proc() string { return fmt.Sprintf("/proc/%d/root/proc", n.init) }
-
-var _ workload = (*namespaces)(nil)
+// Proc is the directory under which the agent sees the workload's own /proc.
+func (n *Workload) Proc() string { return fmt.Sprintf("/proc/%d/root/proc", n.init) }

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package sessions
 
 import (
 	"maps"
@@ -15,8 +15,6 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
 // envFile has the image's default environment, one KEY=VALUE per line. Images made from a container have its ENV there.
 const envFile = "/etc/coppice/env"
 
@@ -27,7 +25,7 @@ func command(spec guestapi.SessionSpec, sandbox map[string]string) (*exec.Cmd, e
 		return nil, err
 	}
 	env := map[string]string{
-		"PATH": defaultPath, "HOME": who.Home, "USER": who.Name, "LOGNAME": who.Name, "SHELL": who.Shell, "LANG": "C.UTF-8",
+		"PATH": account.DefaultPath, "HOME": who.Home, "USER": who.Name, "LOGNAME": who.Name, "SHELL": who.Shell, "LANG": "C.UTF-8",
 	}
 	if spec.PTY {
 		env["TERM"] = "xterm-256color"

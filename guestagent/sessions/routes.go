@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package sessions
 
 import (
 	"context"
@@ -24,16 +24,34 @@ const maxWait = 300 * time.Second
 // maxDeadline is the longest time until a new deadline of a session.
 const maxDeadline = 365 * 24 * time.Hour
 
-func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
+// maxSpecBody bounds the specification of a session, with its input.
+const maxSpecBody = 16 << 20
+
+// Routes adds the routes of sessions.
+func (m *Server) Routes(add func(pattern string, h answer.Handler)) {
+	add("POST "+guestapi.PathSessions, m.createSession)
+	add("GET "+guestapi.PathSessions, m.listSessions)
+	add("GET "+guestapi.PathSession, m.getSession)
+	add("DELETE "+guestapi.PathSession, m.deleteSession)
+	add("GET "+guestapi.PathSessionWait, m.waitSession)
+	add("GET "+guestapi.PathSessionOutput, m.sessionOutput)
+	add("POST "+guestapi.PathSessionStdin, m.sessionStdin)
+	add("POST "+guestapi.PathSessionSignal, m.sessionSignal)
+	add("POST "+guestapi.PathSessionResize, m.sessionResize)
+	add("POST "+guestapi.PathSessionDeadline, m.sessionDeadline)
+	add("GET "+guestapi.PathSessionAttach, m.attachSession)
+}
+
+func (m *Server) createSession(w http.ResponseWriter, r *http.Request) error {
 	var spec guestapi.SessionSpec
 	if err := answer.ReadJSON(w, r, maxSpecBody, &spec); err != nil {
 		return err
 	}
 	// The guest may have been frozen while the body arrived.
-	if err := a.gate.pass(r.Context()); err != nil {
+	if err := m.pass(r.Context()); err != nil {
 		return err
 	}
-	s, err := a.sessions.start(spec)
+	s, err := m.start(spec)
 	if err != nil {
 		return err
 	}
@@ -41,21 +59,21 @@ func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-func (a *Agent) listSessions(w http.ResponseWriter, _ *http.Request) error {
+func (m *Server) listSessions(w http.ResponseWriter, _ *http.Request) error {
 	out := guestapi.Sessions{Sessions: []guestapi.Session{}}
-	for _, s := range a.sessions.all() {
+	for _, s := range m.all() {
 		out.Sessions = append(out.Sessions, s.snapshot())
 	}
 	answer.WriteJSON(w, http.StatusOK, out)
 	return nil
 }
 
-func (a *Agent) session(r *http.Request) (*session, error) {
-	return a.sessions.get(core.SessionID(r.PathValue("id")))
+func (m *Server) session(r *http.Request) (*session, error) {
+	return m.get(core.SessionID(r.PathValue("id")))
 }
 
-func (a *Agent) getSession(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) getSession(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
@@ -63,20 +81,20 @@ func (a *Agent) getSession(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-func (a *Agent) deleteSession(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) deleteSession(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
-	if err := a.sessions.remove(r.Context(), s); err != nil {
+	if err := m.remove(r.Context(), s); err != nil {
 		return err
 	}
 	w.WriteHeader(http.StatusNoContent)
 	return nil
 }
 
-func (a *Agent) waitSession(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) waitSession(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
@@ -108,8 +126,8 @@ func (s *session) stream(name string) (*output, error) {
 	return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "stream must be stdout or stderr, not %q", core.Clip(name))
 }
 
-func (a *Agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) sessionOutput(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
@@ -167,8 +185,8 @@ func (a *Agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
 	}
 }
 
-func (a *Agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) sessionStdin(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
@@ -185,13 +203,13 @@ func (a *Agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-func (a *Agent) sessionSignal(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) sessionSignal(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
 	var req guestapi.Signal
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	sig, err := parseSignal(req.Signal)
@@ -217,13 +235,13 @@ func fromNow(r *http.Request) (int64, error) {
 	}
 }
 
-func (a *Agent) sessionDeadline(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) sessionDeadline(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
 	var req guestapi.Deadline
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	if req.TimeoutMS < 0 || req.TimeoutMS > maxDeadline.Milliseconds() {
@@ -250,36 +268,18 @@ func parseSignal(name string) (syscall.Signal, error) {
 	return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q does not exist", core.Clip(name))
 }
 
-func (a *Agent) sessionResize(w http.ResponseWriter, r *http.Request) error {
-	s, err := a.session(r)
+func (m *Server) sessionResize(w http.ResponseWriter, r *http.Request) error {
+	s, err := m.session(r)
 	if err != nil {
 		return err
 	}
 	var req guestapi.Resize
-	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
 	if err := s.resize(req.Cols, req.Rows); err != nil {
 		return err
 	}
 	w.WriteHeader(http.StatusNoContent)
-	return nil
-}
-
-func (a *Agent) getProcesses(w http.ResponseWriter, _ *http.Request) error {
-	list, err := listProcesses(a.work)
-	if err != nil {
-		return err
-	}
-	answer.WriteJSON(w, http.StatusOK, list)
-	return nil
-}
-
-func (a *Agent) getPorts(w http.ResponseWriter, _ *http.Request) error {
-	list, err := listPorts(a.work)
-	if err != nil {
-		return err
-	}
-	answer.WriteJSON(w, http.StatusOK, list)
 	return nil
 }
