@@ -12,7 +12,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os/exec"
 	"sync"
 	"time"
 
@@ -20,6 +19,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/files"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/reseal"
 	"github.com/coppice-dev/coppice/guestagent/sessions"
 	"github.com/coppice-dev/coppice/guestagent/userthread"
 	"github.com/coppice-dev/coppice/guestagent/watch"
@@ -42,28 +42,25 @@ type Agent struct {
 	files     *files.Server
 	watches   watch.Watches
 	gate      *gate
-	reseal    *resealer
+	reseal    *reseal.Resealer
 	disk      *flusher
 	bootNonce string
 	http      *http.Server
 	idle      idler
 }
 
-// work is the part of the workload that the agent uses.
+// work is the workload, as the agent uses it.
 type work interface {
-	// Inside runs fn on a thread that sees the workload's file system and starts children in its namespaces. Several
-	// calls may run at once. fn must not block for long, except in the file system.
-	Inside(fn func() error) error
+	sessions.Workload
+	reseal.Workload
+
 	// Join moves the calling thread for good to where Inside runs functions. The thread must be locked to its goroutine.
 	Join() error
-	// Start starts a process in the workload, StartHook outside of it. Both must be called from within Inside.
-	Start(cmd *exec.Cmd) error
-	StartHook(cmd *exec.Cmd) error
-	EndHooks() error
+	// Freeze stops every process of the workload and returns their number. If it fails, everything runs again.
 	Freeze(ctx context.Context, timeout time.Duration) (int, error)
+	// Thaw undoes Freeze. It is idempotent.
 	Thaw(ctx context.Context) error
-	PIDs() ([]int, error)
-	InnerPID(pid int) int
+	// Proc is the directory under which the agent sees the workload's own /proc.
 	Proc() string
 }
 
@@ -75,7 +72,7 @@ func newAgent(cfg Config, w work, statePath string) *Agent {
 	a.files = &files.Server{Inside: w.Inside, As: userthread.New(w.Join).As}
 	a.gate = loadGate(statePath, a.bootNonce)
 	a.sessions = sessions.New(w, a.gate.pass)
-	a.reseal = newResealer(a)
+	a.reseal = reseal.New(w, reseal.Steps())
 	handler := a.routes()
 	if cfg.Wrap != nil {
 		handler = cfg.Wrap(handler)

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/guestagent/guesttest"
+	"github.com/coppice-dev/coppice/guestagent/reseal"
 	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
@@ -25,7 +26,7 @@ func newTestAgent(t *testing.T) *testAgent {
 	t.Helper()
 	w := &guesttest.Workload{}
 	a := newAgent(Config{Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}, w, filepath.Join(t.TempDir(), "state"))
-	a.reseal.look = func() (*survey, error) { return &survey{}, nil }
+	a.reseal = reseal.New(w, nil) // the steps of a guest would change this machine
 	c := guesttest.NewClient(t, a.http.Handler)
 	t.Cleanup(func() {
 		_ = a.sessions.Close(context.WithoutCancel(t.Context()))

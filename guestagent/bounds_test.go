@@ -7,14 +7,12 @@ import (
 	"errors"
 	"io"
 	"net"
-	"os"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
-	"github.com/coppice-dev/coppice/guestagent/guesttest"
 )
 
 // queue is a listener in memory; its kernel's queue has no end.
@@ -110,19 +108,4 @@ func TestHostsAreBounded(t *testing.T) {
 			_ = (<-l.waiting).Close()
 		}
 	})
-}
-
-// TestStaleProcessesAreBounded: a report names so many, and the list of the workload does not end there.
-func TestStaleProcessesAreBounded(t *testing.T) {
-	t.Parallel()
-	for n, want := range map[int]int{maxStale - 1: maxStale - 1, maxStale: maxStale, maxStale + 1: maxStale, maxStale + 100: maxStale} {
-		w := &guesttest.Workload{}
-		for range n {
-			w.Started = append(w.Started, os.Getpid()) // which is Go
-		}
-		var s staleScanner
-		if got, err := s.scan(w); err != nil || len(got) != want || len(s.running) != n || s.truncated {
-			t.Errorf("of %d processes %d are named and %d listed (%v), want %d and %d", n, len(got), len(s.running), err, want, n)
-		}
-	}
 }

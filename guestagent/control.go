@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/procfs"
+	"github.com/coppice-dev/coppice/guestagent/reseal"
 )
 
 const (
@@ -78,12 +79,12 @@ func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush time.Duration) (guestapi.QuiesceResponse, error) {
 	out := guestapi.QuiesceResponse{CaptureID: captureID}
 	start := time.Now()
-	stale, err := a.reseal.stale.scan(a.work)
+	found, err := a.reseal.Scan()
 	if err != nil {
 		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the workload's processes cannot be listed: %v", err)
 	}
-	out.StaleProcesses, out.ScanMS = stale, core.Milliseconds(time.Since(start))
-	out.Workload, out.WorkloadTruncated = a.reseal.stale.running, a.reseal.stale.truncated
+	out.StaleProcesses, out.ScanMS = found.Stale, core.Milliseconds(time.Since(start))
+	out.Workload, out.WorkloadTruncated = found.All, found.Truncated
 
 	// A running start ends first: a child that is frozen before it executes its program would block the agent's thread.
 	resume := a.sessions.PauseStarts()
@@ -99,7 +100,7 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 		out.FlushMS = core.Milliseconds(time.Since(start))
 	}
 	// From here on, the workload cannot change what a clone will find.
-	if err := a.reseal.lookAround(); err != nil {
+	if err := a.reseal.Inspect(); err != nil {
 		_ = a.work.Thaw(context.WithoutCancel(ctx))
 		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the frozen guest cannot be inspected: %v", err)
 	}
@@ -111,7 +112,7 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
-	if err := checkEntropy(req.Entropy); err != nil {
+	if err := reseal.CheckEntropy(req.Entropy); err != nil {
 		return err
 	}
 	a.gate.control.Lock()
@@ -123,7 +124,7 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 	case req.Generation != s.Generation:
 		return wrongGeneration(s)
 	}
-	step := a.reseal.reseedOnly(req.Entropy)
+	step := a.reseal.Reseed(req.Entropy)
 	if s.Reseeded = step.Status == core.ResealOK; s.Reseeded {
 		if err := a.gate.set(s); err != nil {
 			return err
@@ -141,7 +142,7 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
-	if err := checkReseal(req); err != nil {
+	if err := reseal.CheckRequest(req); err != nil {
 		return err
 	}
 	a.gate.control.Lock()
@@ -155,14 +156,14 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	}
 	stale := s.quiesced.StaleProcesses
 	s.Used = append(s.Used, s.Generation)
-	s.State, s.Generation, s.Sealed = guestapi.StateQuarantined, req.Identity.Generation, false
+	s.State, s.Generation, s.Resealed = guestapi.StateQuarantined, req.Identity.Generation, false
 	if err := a.gate.set(s); err != nil {
 		return err
 	}
-	report := a.reseal.run(r.Context(), req, received)
+	report := a.reseal.Run(r.Context(), req, received)
 	report.StaleProcesses = stale
 	if report.Complete {
-		s.Sealed = true
+		s.Resealed = true
 		if err := a.gate.set(s); err != nil {
 			return err
 		}
@@ -189,11 +190,11 @@ func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
 	case s.State == guestapi.StateReleased:
 		answer.WriteJSON(w, http.StatusOK, out) // the first answer was lost
 		return nil
-	case s.State == guestapi.StateFrozen && !s.Reseeded, s.State == guestapi.StateQuarantined && !s.Sealed:
+	case s.State == guestapi.StateFrozen && !s.Reseeded, s.State == guestapi.StateQuarantined && !s.Resealed:
 		return wrongState(s, "released")
 	}
 	start := time.Now()
-	s.State, s.CaptureID, s.Sealed, s.Reseeded, s.quiesced = guestapi.StateReleased, "", false, false, guestapi.QuiesceResponse{}
+	s.State, s.CaptureID, s.Resealed, s.Reseeded, s.quiesced = guestapi.StateReleased, "", false, false, guestapi.QuiesceResponse{}
 	if err := a.work.Thaw(r.Context()); err != nil {
 		return core.Wrapf(err, core.Internal, core.CodeInternal, "the workload cannot be thawed: %v", err)
 	}
@@ -212,7 +213,7 @@ func wrongState(s gateState, done string) error {
 		is += " and reseeded"
 	case s.State == guestapi.StateFrozen:
 		is += " and not reseeded"
-	case s.State == guestapi.StateQuarantined && !s.Sealed:
+	case s.State == guestapi.StateQuarantined && !s.Resealed:
 		is += " and not resealed"
 	}
 	return core.Errorf(core.FailedPrecondition, guestapi.CodeWrongState, "the guest is %s (capture %q): it cannot be %s", is, core.Clip(s.CaptureID), done)
@@ -220,19 +221,6 @@ func wrongState(s gateState, done string) error {
 
 func wrongGeneration(s gateState) error {
 	return core.Errorf(core.Conflict, guestapi.CodeWrongGeneration, "the guest's generation is %s, not the requested one", core.Clip(s.Generation))
-}
-
-// checkEntropy refuses entropy that would make two clones equal.
-func checkEntropy(b []byte) error {
-	if len(b) != guestapi.EntropySize {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "entropy has %d bytes; it must have %d", len(b), guestapi.EntropySize)
-	}
-	for _, c := range b {
-		if c != b[0] {
-			return nil
-		}
-	}
-	return core.Errorf(core.Invalid, core.CodeInvalidField, "entropy is one repeated byte")
 }
 
 // uptime returns how long the guest's kernel has run.

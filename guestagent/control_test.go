@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"net/http"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -21,35 +20,22 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/guesttest"
+	"github.com/coppice-dev/coppice/guestagent/reseal"
 )
 
-func someEntropy() []byte { return bytes.Repeat([]byte("entropy!"), guestapi.EntropySize/8) }
-
-func resealRequest(generation string) guestapi.ResealRequest {
-	return guestapi.ResealRequest{
-		Identity: core.Identity{
-			Generation: generation, Hostname: "fork", MachineID: strings.Repeat("a", 32), MAC: "02:00:00:00:00:01", IP: netip.MustParseAddr("10.0.0.1"),
-		},
-		HostTimeNS: 1, Entropy: someEntropy(), Network: guestapi.Network{Prefix: 32}, Env: map[string]string{"FORK": "1"},
-	}
-}
-
 // withSteps replaces the steps of a reseal with steps that only record that they ran.
-func (a *testAgent) withSteps(steps ...step) *[]string {
+func (a *testAgent) withSteps(steps ...reseal.Step) *[]string {
 	ran := &[]string{}
-	a.reseal.steps = nil
-	for _, s := range steps {
-		do := s.do
-		s.do = func(ctx context.Context, r *resealRun) (evidence, error) {
-			*ran = append(*ran, s.name)
-			if do == nil {
-				return evidence{"k": "v"}, nil
+	for i, s := range steps {
+		steps[i].Do = func(ctx context.Context, r *reseal.Run) (reseal.Evidence, error) {
+			*ran = append(*ran, s.Name)
+			if s.Do == nil {
+				return reseal.Evidence{"k": "v"}, nil
 			}
-			return do(ctx, r)
+			return s.Do(ctx, r)
 		}
-		a.reseal.steps = append(a.reseal.steps, s)
 	}
-	a.reseal.sys.reseed = func(string, []byte) error { return nil }
+	a.reseal = reseal.New(a.work, steps)
 	return ran
 }
 
@@ -68,18 +54,18 @@ func (a *testAgent) state() guestapi.Health {
 func TestStates(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
-	a.withSteps(step{name: "one"})
+	a.withSteps(reseal.Step{Name: guestapi.StepEntropy})
 	boot := a.state().Generation
 	quiesce := func(id string) func() error {
 		return func() error { return a.call(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: id}) }
 	}
 	reseed := func(g string) func() error {
 		return func() error {
-			return a.call(guestapi.PathReseed, guestapi.ReseedRequest{Entropy: someEntropy(), Generation: g})
+			return a.call(guestapi.PathReseed, guestapi.ReseedRequest{Entropy: guesttest.Entropy(), Generation: g})
 		}
 	}
 	reseal := func(g string) func() error {
-		return func() error { return a.call(guestapi.PathReseal, resealRequest(g)) }
+		return func() error { return a.call(guestapi.PathReseal, guesttest.ResealRequest(g)) }
 	}
 	release := func(g string) func() error {
 		return func() error { return a.call(guestapi.PathRelease, guestapi.ReleaseRequest{Generation: g}) }
@@ -150,7 +136,7 @@ func TestFailedQuiesceLeavesTheGuestReleased(t *testing.T) {
 func TestPublicRequestsWaitWhileFrozen(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
-	a.withSteps(step{name: "one"})
+	a.withSteps(reseal.Step{Name: guestapi.StepEntropy})
 	boot := a.state().Generation
 	if err := a.call(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c"}); err != nil {
 		t.Fatal(err)
@@ -166,7 +152,7 @@ func TestPublicRequestsWaitWhileFrozen(t *testing.T) {
 		started <- err
 	}()
 	for _, err := range []error{
-		a.call(guestapi.PathReseed, guestapi.ReseedRequest{Entropy: someEntropy(), Generation: boot}),
+		a.call(guestapi.PathReseed, guestapi.ReseedRequest{Entropy: guesttest.Entropy(), Generation: boot}),
 		a.call(guestapi.PathRelease, guestapi.ReleaseRequest{Generation: boot}),
 		<-started,
 	} {
@@ -179,16 +165,16 @@ func TestPublicRequestsWaitWhileFrozen(t *testing.T) {
 // TestResealFailsClosed: whichever step fails, the report names it and the guest cannot be released.
 func TestResealFailsClosed(t *testing.T) {
 	t.Parallel()
-	for name, fault := range map[string]func(ctx context.Context, r *resealRun) (evidence, error){
-		"an error":  func(context.Context, *resealRun) (evidence, error) { return nil, os.ErrPermission },
-		"a timeout": func(context.Context, *resealRun) (evidence, error) { return nil, context.DeadlineExceeded },
+	for name, fault := range map[string]func(ctx context.Context, r *reseal.Run) (reseal.Evidence, error){
+		"an error":  func(context.Context, *reseal.Run) (reseal.Evidence, error) { return nil, os.ErrPermission },
+		"a timeout": func(context.Context, *reseal.Run) (reseal.Evidence, error) { return nil, context.DeadlineExceeded },
 	} {
 		a := newTestAgent(t)
-		ran := a.withSteps(step{name: "one"}, step{name: "two", do: fault}, step{name: "three"})
+		ran := a.withSteps(reseal.Step{Name: "one"}, reseal.Step{Name: "two", Do: fault}, reseal.Step{Name: "three"})
 		if err := a.call(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c"}); err != nil {
 			t.Fatal(err)
 		}
-		report := guesttest.Must[core.ResealReport](t)(guesttest.Ask[core.ResealReport](a, http.MethodPost, guestapi.PathReseal, resealRequest("g1")))
+		report := guesttest.Must[core.ResealReport](t)(guesttest.Ask[core.ResealReport](a, http.MethodPost, guestapi.PathReseal, guesttest.ResealRequest("g1")))
 		if report.Complete || len(report.Steps) != 2 || report.Steps[1].Name != "two" || report.Steps[1].Status != core.ResealFailed || report.Steps[1].Error == "" {
 			t.Errorf("%s: report %+v", name, report)
 		}
@@ -204,68 +190,6 @@ func TestResealFailsClosed(t *testing.T) {
 	}
 }
 
-func TestResealSkips(t *testing.T) {
-	t.Parallel()
-	a := newTestAgent(t)
-	ran := a.withSteps(
-		step{name: "idle", nothing: func() string { return "not here" }}, step{name: "busy", nothing: func() string { return "" }},
-		step{name: "skips", do: func(context.Context, *resealRun) (evidence, error) { return nil, skipError("no need") }},
-	)
-	a.reseal.look = a.reseal.surveyGuest
-	a.reseal.survey = nil
-	report := a.reseal.run(t.Context(), resealRequest("g"), time.Now())
-	want := []core.ResealStep{
-		{Name: "idle", Status: core.ResealSkipped, Evidence: evidence{guestapi.EvidenceReason: "not here"}},
-		{Name: "busy", Status: core.ResealOK, Evidence: evidence{"k": "v"}},
-		{Name: "skips", Status: core.ResealSkipped, Evidence: evidence{guestapi.EvidenceReason: "no need"}},
-	}
-	for i := range report.Steps {
-		report.Steps[i].DurationMS = 0
-	}
-	if diff := cmp.Diff(want, report.Steps); diff != "" || !report.Complete || len(*ran) != 2 {
-		t.Errorf("complete %t, ran %v\n%s", report.Complete, *ran, diff)
-	}
-}
-
-func TestCheckReseal(t *testing.T) {
-	t.Parallel()
-	if err := checkReseal(resealRequest("g")); err != nil {
-		t.Fatal(err)
-	}
-	for name, spoil := range map[string]func(*guestapi.ResealRequest){
-		"no entropy":       func(r *guestapi.ResealRequest) { r.Entropy = nil },
-		"zero entropy":     func(r *guestapi.ResealRequest) { r.Entropy = make([]byte, guestapi.EntropySize) },
-		"no generation":    func(r *guestapi.ResealRequest) { r.Identity.Generation = "" },
-		"a line feed":      func(r *guestapi.ResealRequest) { r.Identity.Generation = "a\nb" },
-		"machine id":       func(r *guestapi.ResealRequest) { r.Identity.MachineID = "../../etc" },
-		"upper case":       func(r *guestapi.ResealRequest) { r.Identity.MachineID = strings.Repeat("A", 32) },
-		"hostname":         func(r *guestapi.ResealRequest) { r.Identity.Hostname = "a b" },
-		"hyphen":           func(r *guestapi.ResealRequest) { r.Identity.Hostname = "-a" },
-		"no time":          func(r *guestapi.ResealRequest) { r.HostTimeNS = 0 },
-		"multicast MAC":    func(r *guestapi.ResealRequest) { r.Identity.MAC = "01:00:00:00:00:01" },
-		"no MAC":           func(r *guestapi.ResealRequest) { r.Identity.MAC = "" },
-		"IPv6":             func(r *guestapi.ResealRequest) { r.Identity.IP = netip.MustParseAddr("fe80::1") },
-		"no prefix":        func(r *guestapi.ResealRequest) { r.Network.Prefix = 0 },
-		"IPv6 gateway":     func(r *guestapi.ResealRequest) { r.Network.Gateway = netip.MustParseAddr("::1") },
-		"gateway's MAC":    func(r *guestapi.ResealRequest) { r.Network.GatewayMAC = "x" },
-		"MTU":              func(r *guestapi.ResealRequest) { r.Network.MTU = 1 },
-		"token":            func(r *guestapi.ResealRequest) { r.Token = "a b" },
-		"long token":       func(r *guestapi.ResealRequest) { r.Token = strings.Repeat("a", 5000) },
-		"environment name": func(r *guestapi.ResealRequest) { r.Env = map[string]string{"": "x"} },
-	} {
-		r := resealRequest("g")
-		spoil(&r)
-		if err := checkReseal(r); core.CategoryOf(err) != core.Invalid {
-			t.Errorf("%s: %v", name, err)
-		}
-	}
-	r := resealRequest("g")
-	r.Identity.MAC, r.Identity.IP, r.Network = "", netip.Addr{}, guestapi.Network{}
-	if err := checkReseal(r); err != nil {
-		t.Errorf("without a network: %v", err)
-	}
-}
-
 func TestStateIsKept(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "state")
@@ -275,7 +199,7 @@ func TestStateIsKept(t *testing.T) {
 	}
 	for _, want := range []gateState{
 		{State: guestapi.StateFrozen, Generation: "a-long-generation", CaptureID: "c1"},
-		{State: guestapi.StateQuarantined, Generation: "g", Used: []string{"a-long-generation", "b"}, Sealed: true},
+		{State: guestapi.StateQuarantined, Generation: "g", Used: []string{"a-long-generation", "b"}, Resealed: true},
 		{State: guestapi.StateFrozen, Generation: "g", CaptureID: "c", Reseeded: true},
 		{State: guestapi.StateReleased, Generation: "h"},
 	} {

@@ -1,7 +1,10 @@
-// Package guestagent is the program inside a sandbox's VM. It runs the user's processes and keeps
-// their output, moves files, freezes the workload for a capture, and gives a clone its own identity
-// (the reseal). It speaks guestapi over the channel that the VMM provides, and owns nothing else in
-// the guest.
+// Package guestagent is the agent inside a sandbox's VM. It speaks guestapi over the channel that the
+// VMM provides: it accepts hosts, routes their requests, and keeps the state that says what may happen
+// now (released, frozen, quarantined), also for the agent that is started after it.
+//
+// The work itself is done by the packages below: sessions runs programs, files and watch serve files,
+// workload has the cgroup and the namespaces of the user's processes, reseal gives a clone its own
+// identity, procfs and loopback list and reach what runs.
 //
 // # Where things run
 //

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/reseal"
 )
 
 // TestRecordedRequests: the agent understands the recorded requests of a host of version 1, and answers with the
@@ -30,7 +31,7 @@ func TestRecordedRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	a := newTestAgent(t)
-	a.withSteps(step{name: guestapi.StepGeneration})
+	a.withSteps(reseal.Step{Name: guestapi.StepEntropy}, reseal.Step{Name: guestapi.StepGeneration})
 	replayed := 0
 	for _, x := range list {
 		if x.Path == guestapi.PathHealth && replayed == 0 {

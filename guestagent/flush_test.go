@@ -6,7 +6,6 @@ import (
 	"errors"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"testing"
@@ -89,25 +88,5 @@ func TestQuiesceSaysWhatRuns(t *testing.T) {
 				t.Errorf("got %+v, want %+v", got, want)
 			}
 		}
-	}
-}
-
-func TestWorkloadIsBounded(t *testing.T) {
-	t.Parallel()
-	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = errors.Join(cmd.Process.Kill(), cmd.Wait()) }()
-	w := &guesttest.Workload{}
-	for range maxWorkload + 1 {
-		w.Started = append(w.Started, cmd.Process.Pid)
-	}
-	var s staleScanner
-	if _, err := s.scan(w); err != nil || len(s.running) != maxWorkload || !s.truncated {
-		t.Errorf("%d processes, truncated %t, %v", len(s.running), s.truncated, err)
-	}
-	if args := argsOf(os.Getpid()); args == "" || len(args) > 128+3 {
-		t.Errorf("own arguments: %s", strconv.Quote(args))
 	}
 }

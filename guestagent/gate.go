@@ -35,7 +35,7 @@ type gateState struct {
 	State      guestapi.State
 	Generation string
 	CaptureID  string
-	Sealed     bool     // quarantined, and every step of the reseal succeeded
+	Resealed   bool     // quarantined, and every step of the reseal succeeded
 	Reseeded   bool     // frozen, and reseeded: the machine may go on
 	Used       []string // every generation before this one, oldest first
 
@@ -75,7 +75,7 @@ func (s gateState) String() string {
 		}
 		return "no"
 	}
-	lines := append([]string{string(s.State), s.Generation, s.CaptureID, flag(s.Sealed), flag(s.Reseeded)}, s.Used...)
+	lines := append([]string{string(s.State), s.Generation, s.CaptureID, flag(s.Resealed), flag(s.Reseeded)}, s.Used...)
 	return strings.Join(lines, "\n") + "\n" + stateEnd + "\n"
 }
 
@@ -86,7 +86,7 @@ func parseState(text string) (s gateState, ok bool) {
 	if !whole || len(f) < 5 || f[1] == "" {
 		return s, false
 	}
-	s = gateState{State: guestapi.State(f[0]), Generation: f[1], CaptureID: f[2], Sealed: f[3] == "yes", Reseeded: f[4] == "yes", Used: f[5:]}
+	s = gateState{State: guestapi.State(f[0]), Generation: f[1], CaptureID: f[2], Resealed: f[3] == "yes", Reseeded: f[4] == "yes", Used: f[5:]}
 	return s, s.State == guestapi.StateReleased || s.State == guestapi.StateFrozen || s.State == guestapi.StateQuarantined
 }
 

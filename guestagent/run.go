@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/identity"
+	"github.com/coppice-dev/coppice/guestagent/reseal"
 	"github.com/coppice-dev/coppice/guestagent/smallfile"
 	"github.com/coppice-dev/coppice/guestagent/workload"
 )
@@ -32,7 +33,7 @@ func Run(ctx context.Context, cfg Config) error {
 		return err
 	}
 	if !smallfile.Exists(identity.BootIDFile) { // false for a restarted agent
-		if err := errors.Join(identity.FirstBootID(), raiseNIC()); err != nil {
+		if err := errors.Join(identity.FirstBootID(), reseal.RaiseNIC()); err != nil {
 			return err
 		}
 	}

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"bytes"
@@ -41,7 +41,7 @@ const (
 )
 
 // stepCA adds the CA to the trusted CAs of the image, unless it is there already. It runs no program of the image.
-func stepCA(_ context.Context, r *resealRun) (evidence, error) {
+func stepCA(_ context.Context, r *Run) (Evidence, error) {
 	if r.req.CA == "" {
 		return nil, skipError("none given")
 	}
@@ -62,7 +62,7 @@ func stepCA(_ context.Context, r *resealRun) (evidence, error) {
 		return nil, err
 	}
 	sum := sha256.Sum256([]byte(r.req.CA))
-	return evidence{"bundles": strconv.Itoa(bundles), "hashed": link, "sha256": short(sum[:])}, nil
+	return Evidence{"bundles": strconv.Itoa(bundles), "hashed": link, "sha256": short(sum[:])}, nil
 }
 
 // trustInBundles adds a CA to every existing bundle, or makes one.

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"errors"
@@ -18,7 +18,7 @@ import (
 
 // networkEvidence reads the kernel's present state: the device's MAC, all its IPv4 addresses, and the default routes.
 // For MAC and addresses it uses the oldest interfaces, which execute the least code in the kernel.
-func networkEvidence(c *nl, device string) (evidence, error) {
+func networkEvidence(c *nl, device string) (Evidence, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, os.NewSyscallError("socket", err)
@@ -40,7 +40,7 @@ func networkEvidence(c *nl, device string) (evidence, error) {
 	if len(routes) == 1 && routes[0].gateway.IsValid() {
 		gateway = routes[0].gateway.String()
 	}
-	return evidence{
+	return Evidence{
 		"link": device, guestapi.EvidenceMAC: mac.String(), guestapi.EvidenceAddresses: strings.Join(addresses, ","),
 		guestapi.EvidenceRoutes: strconv.Itoa(len(routes)), guestapi.EvidenceGateway: gateway,
 	}, nil

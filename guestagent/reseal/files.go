@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"context"
@@ -44,7 +44,7 @@ func noSSH() string {
 }
 
 // stepSSHKeys gives an SSH server new host keys. Only Ed25519 is made: RSA takes seconds without hardware virtualization.
-func stepSSHKeys(_ context.Context, r *resealRun) (evidence, error) {
+func stepSSHKeys(_ context.Context, r *Run) (Evidence, error) {
 	old, err := oldHostKeys()
 	if err != nil {
 		return nil, err
@@ -68,11 +68,11 @@ func stepSSHKeys(_ context.Context, r *resealRun) (evidence, error) {
 			reloaded++
 		}
 	}
-	return evidence{"fingerprint": fingerprint, "removed": strconv.Itoa(len(old)), "reloaded": strconv.Itoa(reloaded)}, nil
+	return Evidence{"fingerprint": fingerprint, "removed": strconv.Itoa(len(old)), "reloaded": strconv.Itoa(reloaded)}, nil
 }
 
 // outerPID finds a process by its number in the workload.
-func (r *resealRun) outerPID(inner string) int {
+func (r *Run) outerPID(inner string) int {
 	want, err := strconv.Atoi(inner)
 	if err != nil || want <= 1 {
 		return 0
@@ -146,8 +146,8 @@ func nothing(patterns []pattern, reason string) func() string {
 }
 
 // removal returns a step that only removes files.
-func removal(patterns []pattern) func(context.Context, *resealRun) (evidence, error) {
-	return func(context.Context, *resealRun) (evidence, error) {
+func removal(patterns []pattern) func(context.Context, *Run) (Evidence, error) {
+	return func(context.Context, *Run) (Evidence, error) {
 		list, err := matches(patterns)
 		if err != nil {
 			return nil, err
@@ -157,7 +157,7 @@ func removal(patterns []pattern) func(context.Context, *resealRun) (evidence, er
 				return nil, err
 			}
 		}
-		return evidence{"removed": strconv.Itoa(len(list))}, nil
+		return Evidence{"removed": strconv.Itoa(len(list))}, nil
 	}
 }
 
@@ -185,11 +185,11 @@ var (
 
 // stepTimers reports programs that act by themselves in every clone after the thaw, as found when the workload was
 // quiesced.
-func stepTimers(_ context.Context, r *resealRun) (evidence, error) {
-	if len(r.stale.timers) == 0 {
+func stepTimers(_ context.Context, r *Run) (Evidence, error) {
+	if len(r.processes.timers) == 0 {
 		return nil, skipError("no cron and no clock daemon runs")
 	}
-	return evidence{"running": core.Clip(strings.Join(r.stale.timers, ","))}, nil
+	return Evidence{"running": core.Clip(strings.Join(r.processes.timers, ","))}, nil
 }
 
 const journalSocket = "/run/systemd/journal/socket"
@@ -203,7 +203,7 @@ func noJournal() string {
 
 // stepJournal writes a line to the journal, if the guest has one. The journal daemon is frozen: it reads the line after
 // the thaw.
-func stepJournal(ctx context.Context, r *resealRun) (evidence, error) {
+func stepJournal(ctx context.Context, r *Run) (Evidence, error) {
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unixgram", journalSocket)
 	if err != nil {
 		return nil, skipError("the journal's socket takes no messages")
@@ -217,17 +217,17 @@ func stepJournal(ctx context.Context, r *resealRun) (evidence, error) {
 	if err != nil {
 		return nil, skipError("the journal's socket is full")
 	}
-	return evidence{"line": "RESEALED"}, nil
+	return Evidence{"line": "RESEALED"}, nil
 }
 
 // stepState replaces the parent's token with the sandbox's own.
-func stepState(_ context.Context, r *resealRun) (evidence, error) {
+func stepState(_ context.Context, r *Run) (Evidence, error) {
 	const path = identity.RunDir + "/token"
 	if r.req.Token == "" {
 		if err := unix.Unlink(path); err != nil && !errors.Is(err, unix.ENOENT) {
 			return nil, smallfile.PathError("remove", path, err)
 		}
-		return evidence{guestapi.EvidenceTokenHash: "none"}, nil
+		return Evidence{guestapi.EvidenceTokenHash: "none"}, nil
 	}
 	if err := smallfile.Replace(path, []byte(r.req.Token), 0o600); err != nil {
 		return nil, err
@@ -237,16 +237,16 @@ func stepState(_ context.Context, r *resealRun) (evidence, error) {
 		return nil, err
 	}
 	sum := sha256.Sum256(got)
-	return evidence{guestapi.EvidenceTokenHash: short(sum[:])}, nil
+	return Evidence{guestapi.EvidenceTokenHash: short(sum[:])}, nil
 }
 
 // stepGeneration tells programs in the guest that they are in another machine now. They can watch the file with
 // inotify.
-func stepGeneration(_ context.Context, r *resealRun) (evidence, error) {
+func stepGeneration(_ context.Context, r *Run) (Evidence, error) {
 	const path = identity.RunDir + "/generation"
 	if err := smallfile.Replace(path, []byte(r.req.Identity.Generation+"\n"), 0o444); err != nil {
 		return nil, err
 	}
 	got, err := readBack(path)
-	return evidence{guestapi.EvidenceValue: got}, err
+	return Evidence{guestapi.EvidenceValue: got}, err
 }

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"bytes"
@@ -19,9 +19,9 @@ const (
 	maxWorkload = 1024 // this many fit in an answer, even with the longest command lines
 )
 
-// staleScanner finds the processes with random generators that a reseal cannot reach. A positive finding about a
+// scanner finds the processes with random generators that a reseal cannot reach. A positive finding about a
 // process stays true as long as the process lives; a negative one stays true as long as the process maps nothing more.
-type staleScanner struct {
+type scanner struct {
 	known     map[processKey]verdict
 	timers    []string               // programs that act by themselves after the thaw, like cron
 	running   []core.WorkloadProcess // all processes that were found
@@ -41,8 +41,21 @@ type verdict struct {
 	args    string // at the time of the scan
 }
 
+// Processes are the processes of the workload.
+type Processes struct {
+	Stale     []core.StaleProcess    // those with random generators that a reseal cannot reach
+	All       []core.WorkloadProcess // all, up to a bound
+	Truncated bool                   // there are more than All has
+}
+
+// Scan lists the processes of the workload. Only one caller at a time.
+func (r *Resealer) Scan() (Processes, error) {
+	stale, err := r.processes.scan(r.work)
+	return Processes{Stale: stale, All: r.processes.running, Truncated: r.processes.truncated}, err
+}
+
 // scan lists the workload's processes with such a generator. Only one caller at a time.
-func (s *staleScanner) scan(w work) ([]core.StaleProcess, error) {
+func (s *scanner) scan(w Workload) ([]core.StaleProcess, error) {
 	pids, err := w.PIDs()
 	if err != nil {
 		return nil, err

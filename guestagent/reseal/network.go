@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"context"
@@ -43,7 +43,7 @@ type nicState struct {
 	tunnels   []link // WireGuard devices
 }
 
-func surveyNIC() (nicState, error) {
+func inspectNIC() (nicState, error) {
 	c, err := dialNetlink(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nicState{}, err
@@ -69,8 +69,8 @@ func surveyNIC() (nicState, error) {
 	return out, err
 }
 
-// raiseNIC brings the network device up, without an address, so that a reseal need not do it. The host's end is down.
-func raiseNIC() error {
+// RaiseNIC brings the network device up, without an address, so that a reseal need not do it. The host's end is down.
+func RaiseNIC() error {
 	c, err := dialNetlink(unix.NETLINK_ROUTE)
 	if err != nil {
 		return err
@@ -84,16 +84,16 @@ func raiseNIC() error {
 }
 
 // nic returns the state from the quiesce, or reads it now if this agent started later.
-func (r *resealRun) nic() (nicState, error) {
-	if r.survey != nil {
-		return r.survey.nic, nil
+func (r *Run) nic() (nicState, error) {
+	if r.found != nil {
+		return r.found.nic, nil
 	}
-	return surveyNIC()
+	return inspectNIC()
 }
 
 // stepNetwork gives the device its new addresses. The short way changes the known state, in one message to the kernel.
 // The result is read back. If it is not what was requested, the device is taken down and set up from nothing.
-func stepNetwork(_ context.Context, r *resealRun) (evidence, error) {
+func stepNetwork(_ context.Context, r *Run) (Evidence, error) {
 	id, want := r.req.Identity, r.req.Network
 	if id.MAC == "" && !id.IP.IsValid() {
 		return nil, skipError("no network was requested")
@@ -140,7 +140,7 @@ func stepNetwork(_ context.Context, r *resealRun) (evidence, error) {
 }
 
 // shows reports whether the evidence is what the host will check for.
-func shows(ev evidence, mac net.HardwareAddr, addr netip.Prefix, want guestapi.Network) bool {
+func shows(ev Evidence, mac net.HardwareAddr, addr netip.Prefix, want guestapi.Network) bool {
 	gateway := ""
 	if want.Gateway.IsValid() {
 		gateway = want.Gateway.String()
@@ -259,7 +259,7 @@ func (s diagSocket) inside() bool {
 // stepSockets ends every connection to the outside. Two clones have the same keys and sequence numbers, and two
 // different records with one nonce reveal the keys. The connections' addresses were removed before. So the kernel finds
 // no route for anything that it would still send for them, including resets.
-func stepSockets(context.Context, *resealRun) (evidence, error) {
+func stepSockets(context.Context, *Run) (Evidence, error) {
 	c, err := dialNetlink(unix.NETLINK_SOCK_DIAG)
 	if err != nil {
 		return nil, err
@@ -295,7 +295,7 @@ func stepSockets(context.Context, *resealRun) (evidence, error) {
 			}
 		}
 	}
-	return evidence{
+	return Evidence{
 		guestapi.EvidenceDestroyed: strconv.Itoa(destroyed), guestapi.EvidenceRemaining: strconv.Itoa(remaining),
 		"kept_loopback": strconv.Itoa(kept),
 	}, nil
@@ -343,13 +343,13 @@ func parseDiag(b []byte, protocol byte) (diagSocket, bool) {
 }
 
 // stepTCPMetrics deletes what the parent had learnt about its peers.
-func stepTCPMetrics(context.Context, *resealRun) (evidence, error) {
+func stepTCPMetrics(context.Context, *Run) (Evidence, error) {
 	const deleteAll = 2 // TCP_METRICS_CMD_DEL without an address
 	err := generic("tcp_metrics", 1, deleteAll, nil)
 	if errors.Is(err, unix.ENOENT) {
 		return nil, skipError("the kernel keeps no metrics")
 	}
-	return evidence{"flushed": "all"}, err
+	return Evidence{"flushed": "all"}, err
 }
 
 const conntrackCount = "/proc/sys/net/netfilter/nf_conntrack_count"
@@ -362,7 +362,7 @@ func noConntrack() string {
 }
 
 // stepConntrack deletes the connections that the guest's own firewall tracked.
-func stepConntrack(context.Context, *resealRun) (evidence, error) {
+func stepConntrack(context.Context, *Run) (Evidence, error) {
 	c, err := dialNetlink(unix.NETLINK_NETFILTER)
 	if err != nil {
 		return nil, err
@@ -376,17 +376,17 @@ func stepConntrack(context.Context, *resealRun) (evidence, error) {
 		return nil, err
 	}
 	left, err := readBack(conntrackCount)
-	return evidence{"left": left}, err
+	return Evidence{"left": left}, err
 }
 
 // stepWireGuard gives each tunnel a new key. Its peers do not know this key, so the clone's tunnel is dead, and is not
 // a second user of the parent's keys and counters.
-func stepWireGuard(_ context.Context, r *resealRun) (evidence, error) {
+func stepWireGuard(_ context.Context, r *Run) (Evidence, error) {
 	nic, err := r.nic()
 	if err != nil {
 		return nil, err
 	}
-	ev := evidence{}
+	ev := Evidence{}
 	for _, l := range nic.tunnels {
 		var key [32]byte
 		_, _ = rand.Read(key[:])

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"context"
@@ -31,7 +31,7 @@ func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeou
 		}
 	}
 	w := &guesttest.Workload{}
-	r := &resealer{work: w}
+	r := &Resealer{work: w}
 	t.Cleanup(func() { // in a guest, the cgroup ends the processes that a hook leaves behind
 		if b, err := os.ReadFile(filepath.Join(dir, "daemon.pid")); err == nil {
 			if pid, err := strconv.Atoi(strings.TrimSpace(string(b))); err != nil || unix.Kill(pid, unix.SIGKILL) != nil {
@@ -40,8 +40,8 @@ func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeou
 		}
 	})
 	r.sys.hooksDir, r.sys.hookTimeout, r.sys.oom = dir, timeout, func(int) {}
-	run := &resealRun{resealer: r, req: resealRequest("gen-1"), received: time.Now()}
-	return run.one(ctx, step{name: "hooks", do: stepHooks}), w
+	run := &Run{Resealer: r, req: guesttest.ResealRequest("gen-1"), received: time.Now()}
+	return run.one(ctx, Step{Name: "hooks", Do: stepHooks}), w
 }
 
 func TestHooks(t *testing.T) {

@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"bytes"
@@ -41,13 +41,13 @@ func noHooks() string {
 
 // stepHooks runs the image's own hooks, in the order of their names, while everything else is frozen. A hook that
 // fails, or does not end in time, fails the reseal.
-func stepHooks(ctx context.Context, r *resealRun) (evidence, error) {
+func stepHooks(ctx context.Context, r *Run) (Evidence, error) {
 	list, err := smallfile.List(r.sys.hooksDir)
 	if err != nil {
 		return nil, err
 	}
 	slices.Sort(list)
-	ev := evidence{}
+	ev := Evidence{}
 	for _, name := range list {
 		path := filepath.Join(r.sys.hooksDir, name)
 		fi, err := os.Stat(path)
@@ -67,7 +67,7 @@ func stepHooks(ctx context.Context, r *resealRun) (evidence, error) {
 }
 
 // hook runs one program, with the facts that it needs in its environment.
-func (r *resealRun) hook(ctx context.Context, path string) error {
+func (r *Run) hook(ctx context.Context, path string) error {
 	out, w, err := os.Pipe()
 	if err != nil {
 		return err
@@ -123,7 +123,7 @@ func (r *resealRun) hook(ctx context.Context, path string) error {
 	return fmt.Errorf("%w: %s", err, core.Clip(strings.TrimSpace(said.String())))
 }
 
-func (r *resealRun) ip() string {
+func (r *Run) ip() string {
 	if !r.req.Identity.IP.IsValid() {
 		return ""
 	}

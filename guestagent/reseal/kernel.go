@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package reseal
 
 import (
 	"context"
@@ -61,11 +61,11 @@ var drawKeys = func() (keys [guestapi.EvidenceDraws]string) {
 	return keys
 }()
 
-func stepEntropy(_ context.Context, r *resealRun) (evidence, error) {
+func stepEntropy(_ context.Context, r *Run) (Evidence, error) {
 	if err := r.sys.reseed(r.sys.random, r.req.Entropy); err != nil {
 		return nil, err
 	}
-	ev := make(evidence, guestapi.EvidenceDraws+1)
+	ev := make(Evidence, guestapi.EvidenceDraws+1)
 	ev["ioctls"] = "RNDADDENTROPY, RNDRESEEDCRNG"
 	for i := range guestapi.EvidenceDraws {
 		var draw [32]byte
@@ -80,7 +80,7 @@ func stepEntropy(_ context.Context, r *resealRun) (evidence, error) {
 
 // stepClock sets the wall clock to the host's, plus the time since the request arrived. CLOCK_MONOTONIC cannot be set:
 // it continues from the capture.
-func stepClock(_ context.Context, r *resealRun) (evidence, error) {
+func stepClock(_ context.Context, r *Run) (Evidence, error) {
 	before := time.Now()
 	now := time.Unix(0, r.req.HostTimeNS).Add(before.Sub(r.received))
 	ts := unix.NsecToTimespec(now.UnixNano())
@@ -91,7 +91,7 @@ func stepClock(_ context.Context, r *resealRun) (evidence, error) {
 	if err := unix.ClockGettime(unix.CLOCK_REALTIME, &got); err != nil {
 		return nil, wrap(err, "clock_gettime")
 	}
-	return evidence{
+	return Evidence{
 		"skew_before_ms":        strconv.FormatInt(now.Sub(before.Round(0)).Milliseconds(), 10),
 		guestapi.EvidenceTimeNS: strconv.FormatInt(got.Nano(), 10),
 	}, nil
@@ -99,7 +99,7 @@ func stepClock(_ context.Context, r *resealRun) (evidence, error) {
 
 // stepBootID replaces the visible boot id; the kernel's own changes only with a boot. The covering file was mounted
 // when the guest booted, and is written in place. Root in the workload may have removed that mount.
-func stepBootID(context.Context, *resealRun) (evidence, error) {
+func stepBootID(context.Context, *Run) (Evidence, error) {
 	id := newUUID()
 	if err := smallfile.Write(identity.BootIDFile, []byte(id+"\n"), 0o444); err != nil {
 		return nil, err
@@ -119,7 +119,7 @@ func stepBootID(context.Context, *resealRun) (evidence, error) {
 	if got != id {
 		return nil, fmt.Errorf("%s reads %q after the change", identity.BootIDPath, got)
 	}
-	return evidence{guestapi.EvidenceValue: got}, nil
+	return Evidence{guestapi.EvidenceValue: got}, nil
 }
 
 // newUUID returns a random UUID, version 4.
@@ -142,23 +142,23 @@ func onOtherThread(fn func() error) error {
 const dbusID = "/var/lib/dbus/machine-id"
 
 // stepMachineID writes the id to the places where programs read it.
-func stepMachineID(_ context.Context, r *resealRun) (evidence, error) {
+func stepMachineID(_ context.Context, r *Run) (Evidence, error) {
 	id := r.req.Identity.MachineID
 	const main = "/etc/machine-id"
 	if err := identity.WriteFile(main, []byte(id+"\n"), 0o444); err != nil {
 		return nil, err
 	}
-	if r.survey != nil && r.survey.dbus || r.survey == nil && smallfile.IsRegular(dbusID) {
+	if r.found != nil && r.found.dbus || r.found == nil && smallfile.IsRegular(dbusID) {
 		if err := smallfile.Replace(dbusID, []byte(id+"\n"), 0o444); err != nil {
 			return nil, err
 		}
 	}
 	got, err := readBack(main)
-	return evidence{guestapi.EvidenceValue: got}, err
+	return Evidence{guestapi.EvidenceValue: got}, err
 }
 
 // stepHostname sets the host name. The workload shares the agent's UTS namespace.
-func stepHostname(_ context.Context, r *resealRun) (evidence, error) {
+func stepHostname(_ context.Context, r *Run) (Evidence, error) {
 	name := r.req.Identity.Hostname
 	var u unix.Utsname
 	if err := unix.Uname(&u); err != nil {
@@ -181,7 +181,7 @@ func stepHostname(_ context.Context, r *resealRun) (evidence, error) {
 	if err := unix.Uname(&u); err != nil {
 		return nil, wrap(err, "uname")
 	}
-	return evidence{guestapi.EvidenceValue: unix.ByteSliceToString(u.Nodename[:]), "before": old}, nil
+	return Evidence{guestapi.EvidenceValue: unix.ByteSliceToString(u.Nodename[:]), "before": old}, nil
 }
 
 // editHosts renames the machine in /etc/hosts: it replaces the old name wherever that is a whole word, and gives the
@@ -219,7 +219,7 @@ func editHosts(hosts, old, name string) string {
 
 const tfoKeyPath = "/proc/sys/net/ipv4/tcp_fastopen_key"
 
-func stepTFOKey(context.Context, *resealRun) (evidence, error) {
+func stepTFOKey(context.Context, *Run) (Evidence, error) {
 	var k [16]byte
 	_, _ = rand.Read(k[:])
 	h := hex.EncodeToString(k[:])
@@ -235,18 +235,18 @@ func stepTFOKey(context.Context, *resealRun) (evidence, error) {
 		return nil, errors.New("the kernel has not taken the key")
 	}
 	sum := sha256.Sum256([]byte(got))
-	return evidence{guestapi.EvidenceKeyHash: short(sum[:])}, nil
+	return Evidence{guestapi.EvidenceKeyHash: short(sum[:])}, nil
 }
 
 // ext4Resize is EXT4_IOC_RESIZE_FS: grow a mounted ext4 to a number of blocks.
 const ext4Resize = 0x40086610
 
 // stepDisk grows the writable disk's file system to the size of its device.
-func stepDisk(_ context.Context, r *resealRun) (evidence, error) {
+func stepDisk(_ context.Context, r *Run) (Evidence, error) {
 	if !r.req.GrowDisk {
 		return nil, skipError("not asked for")
 	}
-	var ev evidence
+	var ev Evidence
 	err := onOtherThread(func() error {
 		var err error
 		ev, err = growDisk(r.sys.diskMount, r.req.DiskBytes)
@@ -259,7 +259,7 @@ func stepDisk(_ context.Context, r *resealRun) (evidence, error) {
 const growWait = 5 * time.Second
 
 // growDisk grows the mounted file system to the size of its device, once the device has at least the expected size.
-func growDisk(mount string, expected int64) (evidence, error) {
+func growDisk(mount string, expected int64) (Evidence, error) {
 	d, err := os.Open(mount)
 	if err != nil {
 		return nil, err
@@ -289,7 +289,7 @@ func growDisk(mount string, expected int64) (evidence, error) {
 	if err := unix.Fstatfs(int(d.Fd()), &sfs); err != nil {
 		return nil, err
 	}
-	return evidence{
+	return Evidence{
 		guestapi.EvidenceDevice: strconv.FormatInt(device, 10), "before_bytes": strconv.FormatInt(before, 10),
 		"bytes": strconv.FormatInt(int64(sfs.Blocks)*sfs.Bsize, 10),
 	}, nil
