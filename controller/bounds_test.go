@@ -9,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -71,12 +72,12 @@ func TestStreamsOfAProject(t *testing.T) {
 	t.Parallel()
 	const most = 128
 	w := newWorld(t)
-	open := func(project core.ProjectID) (*controller.EventStream, error) {
-		return w.StreamEvents(t.Context(), project, "", controller.EventFilter{}, -1)
+	open := func(project core.ProjectID) (*events.Stream, error) {
+		return w.Events.Stream(t.Context(), project, "", events.Filter{}, -1)
 	}
-	var last *controller.EventStream
+	var last *events.Stream
 	for range most {
-		last = stream(t, w.Controller, w.project, "", controller.EventFilter{}, -1)
+		last = stream(t, w.Controller, w.project, "", events.Filter{}, -1)
 	}
 	_, err := open(w.project)
 	wantCode(t, err, core.CodeCapacity)
@@ -84,7 +85,7 @@ func TestStreamsOfAProject(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	stream(t, w.Controller, other.ID, "", controller.EventFilter{}, -1)
+	stream(t, w.Controller, other.ID, "", events.Filter{}, -1)
 	last.Close()
 	s, err := open(w.project)
 	if err != nil {

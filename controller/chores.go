@@ -36,7 +36,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
 		{Name: "abandon_seals", Every: abandonEvery, Do: sealer.Abandon},
 		{Name: "abandon_imports", Every: abandonEvery, Do: transfers.AbandonImports},
-		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
+		{Name: "events", Every: sweepInterval, Do: c.Events.Tidy},
 		{Name: "flows", Every: sweepInterval, Do: c.tidyFlows},
 		{Name: "attestations", Every: sweepInterval, Do: c.tidyAttestations},
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/controller/datakeys"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
@@ -144,6 +145,8 @@ type Controller struct {
 	*storecheck.Checker
 	*transfer.Transfers
 
+	Events *events.Feed // of workspaces, checkpoints and operations
+
 	cfg     Config
 	store   ownStore
 	runners Runners
@@ -164,7 +167,6 @@ type Controller struct {
 	waiters  map[core.OperationID][]chan struct{} // for operations that others run
 	released map[core.WorkspaceID]chan struct{}   // closed when a capture of ours ends
 
-	feed      *feed
 	metrics   *metrics
 	journal   *flows.Journal
 	keys      keyring
@@ -195,12 +197,13 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
-		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
+		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{},
 	}
 	if c.cfg.Metrics == nil {
 		c.cfg.Metrics = prometheus.NewRegistry()
 	}
-	c.guests = newGuests(c) // before the metrics: they read it as soon as they are registered
+	c.Events = newEvents(c)
+	c.guests = newGuests(c) // before the metrics: they read these two as soon as they are registered
 	c.metrics = newMetrics(c, c.cfg.Metrics)
 	c.journal = newJournal(c)
 	c.secrets = secretstore.New(c.cfg.Wrapper, partStore[secretstore.Tx]{store, func(tx AllTx) secretstore.Tx { return tx }}, log)
@@ -232,7 +235,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.notifyLoop, c.listenLoop, c.keyLoop, c.Events.Run} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

@@ -14,15 +14,16 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/core"
 )
 
 // collect reads a stream until n events are there.
-func collect(t *testing.T, s *controller.EventStream, n int) []controller.Event {
+func collect(t *testing.T, s *events.Stream, n int) []events.Event {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), wait)
 	defer cancel()
-	var all []controller.Event
+	var all []events.Event
 	for len(all) < n {
 		list, err := s.Next(ctx, true)
 		if err != nil {
@@ -33,7 +34,7 @@ func collect(t *testing.T, s *controller.EventStream, n int) []controller.Event 
 	return all
 }
 
-func types(list []controller.Event) []string {
+func types(list []events.Event) []string {
 	out := make([]string, len(list))
 	for i, e := range list {
 		out[i] = e.Type
@@ -41,9 +42,9 @@ func types(list []controller.Event) []string {
 	return out
 }
 
-func stream(t *testing.T, c *controller.Controller, project core.ProjectID, tree core.CheckpointID, f controller.EventFilter, after int64) *controller.EventStream {
+func stream(t *testing.T, c *controller.Controller, project core.ProjectID, tree core.CheckpointID, f events.Filter, after int64) *events.Stream {
 	t.Helper()
-	s, err := c.StreamEvents(t.Context(), project, tree, f, after)
+	s, err := c.Events.Stream(t.Context(), project, tree, f, after)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,7 +57,7 @@ func TestEvents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	other, _ := w.start(controller.Config{LoopInterval: 50 * time.Millisecond})
-	live, remote := stream(t, w.Controller, w.project, "", controller.EventFilter{}, -1), stream(t, other, w.project, "", controller.EventFilter{}, -1)
+	live, remote := stream(t, w.Controller, w.project, "", events.Filter{}, -1), stream(t, other, w.project, "", events.Filter{}, -1)
 	ws := w.create("main")
 	cp := w.checkpoint(ws.ID)
 	child := w.fork(cp.ID, 1)[0]
@@ -77,7 +78,7 @@ func TestEvents(t *testing.T) {
 	if diff := cmp.Diff(got, collect(t, remote, len(want))); diff != "" {
 		t.Errorf("events of the other controller (-here +there):\n%s", diff)
 	}
-	if replay := stream(t, w.Controller, w.project, "", controller.EventFilter{}, 0); true {
+	if replay := stream(t, w.Controller, w.project, "", events.Filter{}, 0); true {
 		if diff := cmp.Diff(got, collect(t, replay, len(want))); diff != "" {
 			t.Errorf("replay (-live +replay):\n%s", diff)
 		}
@@ -88,13 +89,13 @@ func TestEvents(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		tree   core.CheckpointID
-		filter controller.EventFilter
+		filter events.Filter
 		want   []string
 	}{
-		{"workspace", "", controller.EventFilter{WorkspaceID: child.ID}, []string{"workspace.restoring", "workspace.ready", "workspace.terminating", "workspace.terminated", "operation.succeeded"}},
-		{"type", "", controller.EventFilter{Types: []string{"workspace.ready"}}, []string{"workspace.ready", "workspace.ready", "workspace.ready"}},
-		{"object", "", controller.EventFilter{Types: []string{"checkpoint"}}, []string{"checkpoint.capturing", "checkpoint.captured"}},
-		{"tree", cp.ID, controller.EventFilter{Types: []string{"checkpoint.captured", "workspace.terminated"}}, []string{"checkpoint.captured", "workspace.terminated"}},
+		{"workspace", "", events.Filter{WorkspaceID: child.ID}, []string{"workspace.restoring", "workspace.ready", "workspace.terminating", "workspace.terminated", "operation.succeeded"}},
+		{"type", "", events.Filter{Types: []string{"workspace.ready"}}, []string{"workspace.ready", "workspace.ready", "workspace.ready"}},
+		{"object", "", events.Filter{Types: []string{"checkpoint"}}, []string{"checkpoint.capturing", "checkpoint.captured"}},
+		{"tree", cp.ID, events.Filter{Types: []string{"checkpoint.captured", "workspace.terminated"}}, []string{"checkpoint.captured", "workspace.terminated"}},
 	} {
 		s := stream(t, w.Controller, w.project, c.tree, c.filter, 0)
 		if diff := cmp.Diff(sorted(c.want), sorted(types(collect(t, s, len(c.want))))); diff != "" {
@@ -104,10 +105,10 @@ func TestEvents(t *testing.T) {
 			t.Errorf("%s: then %v, %v", c.name, types(rest), err)
 		}
 	}
-	if _, err := w.StreamEvents(t.Context(), w.project, core.NewID[core.CheckpointID](), controller.EventFilter{}, 0); core.CodeOf(err) != core.CodeCheckpointNotFound {
+	if _, err := w.Events.Stream(t.Context(), w.project, core.NewID[core.CheckpointID](), events.Filter{}, 0); core.CodeOf(err) != core.CodeCheckpointNotFound {
 		t.Errorf("a foreign tree: %v", err)
 	}
-	_, err := w.StreamEvents(t.Context(), w.project, "", controller.EventFilter{}, 1<<40)
+	_, err := w.Events.Stream(t.Context(), w.project, "", events.Filter{}, 1<<40)
 	wantCode(t, err, core.CodeEventsExpired)
 }
 
@@ -123,11 +124,11 @@ func TestEventsOfConcurrentWriters(t *testing.T) {
 	for i := range ids {
 		ids[i] = w.create(fmt.Sprintf("ws-%d", i)).ID
 	}
-	begin := stream(t, w.Controller, w.project, "", controller.EventFilter{}, -1).Cursor()
+	begin := stream(t, w.Controller, w.project, "", events.Filter{}, -1).Cursor()
 	var readers, group sync.WaitGroup
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
-	seen := make([][]controller.Event, 4)
+	seen := make([][]events.Event, 4)
 	written := make(chan struct{}) // closed when newest is known
 	var newest int64
 	for n := range seen {
@@ -138,7 +139,7 @@ func TestEventsOfConcurrentWriters(t *testing.T) {
 				if rand.N(2) == 0 {
 					at = other
 				}
-				s, err := at.StreamEvents(ctx, w.project, "", controller.EventFilter{}, last)
+				s, err := at.Events.Stream(ctx, w.project, "", events.Filter{}, last)
 				if err != nil {
 					t.Errorf("reader %d: %v", n, err)
 					return
@@ -246,7 +247,7 @@ func TestEventsAreKeptForDays(t *testing.T) {
 	w := newWorld(t)
 	w.create("main")
 	old := int64(w.number(`SELECT max(id) FROM events`))
-	slow := stream(t, w.Controller, w.project, "", controller.EventFilter{}, 1)
+	slow := stream(t, w.Controller, w.project, "", events.Filter{}, 1)
 	// What has happened so far was three days ago.
 	w.exec(`CREATE TABLE events_20200101 PARTITION OF events FOR VALUES FROM ('2020-01-01 00:00:00+00') TO ('2020-01-02 00:00:00+00');
 		SET session_replication_role = replica;
@@ -265,13 +266,13 @@ func TestEventsAreKeptForDays(t *testing.T) {
 	if n := w.number(`SELECT count(*) FROM pg_class WHERE relname = 'events_20200101'`); n != 0 {
 		t.Error("the old partition is there")
 	}
-	_, err := w.StreamEvents(t.Context(), w.project, "", controller.EventFilter{}, old-1)
+	_, err := w.Events.Stream(t.Context(), w.project, "", events.Filter{}, old-1)
 	wantCode(t, err, core.CodeEventsExpired)
 	_, err = slow.Next(t.Context(), true)
 	wantCode(t, err, core.CodeEventsExpired)
 	w.create("next")
-	fresh := collect(t, stream(t, w.Controller, w.project, "", controller.EventFilter{}, 0), 3)
-	if same := collect(t, stream(t, w.Controller, w.project, "", controller.EventFilter{}, old), 3); !cmp.Equal(fresh, same) || fresh[0].ID <= old {
+	fresh := collect(t, stream(t, w.Controller, w.project, "", events.Filter{}, 0), 3)
+	if same := collect(t, stream(t, w.Controller, w.project, "", events.Filter{}, old), 3); !cmp.Equal(fresh, same) || fresh[0].ID <= old {
 		t.Errorf("after the newest of the old: %v", types(same))
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
@@ -137,11 +138,11 @@ func (w *world) patient(name string) core.WorkspaceID {
 
 // collectOf returns the events of workspaces that were created, when all have come. A stream may begin with events of a moment before it was
 // opened: those of other workspaces are left out.
-func collectOf(t *testing.T, s *controller.EventStream, ids ...core.WorkspaceID) []controller.Event {
+func collectOf(t *testing.T, s *events.Stream, ids ...core.WorkspaceID) []events.Event {
 	t.Helper()
-	var all []controller.Event
+	var all []events.Event
 	for len(all) < len(ids)*len(made) {
-		all = append(all, slices.DeleteFunc(collect(t, s, 1), func(e controller.Event) bool { return !slices.Contains(ids, e.WorkspaceID) })...)
+		all = append(all, slices.DeleteFunc(collect(t, s, 1), func(e events.Event) bool { return !slices.Contains(ids, e.WorkspaceID) })...)
 	}
 	return all
 }
@@ -204,7 +205,7 @@ func TestEventsOverFailover(t *testing.T) {
 	w.create("first")
 	s.keep()
 	eventually(t, "the database answers", func() bool { return w.Ready(t.Context()) == nil })
-	live := stream(t, w.Controller, w.project, "", controller.EventFilter{}, -1)
+	live := stream(t, w.Controller, w.project, "", events.Filter{}, -1)
 	var last int64
 	lost := collectOf(t, live, w.patient("lost-1"), w.patient("lost-2"))
 	for _, e := range lost {
@@ -212,7 +213,7 @@ func TestEventsOverFailover(t *testing.T) {
 	}
 	s.goBack(true)
 	fresh := []core.WorkspaceID{w.patient("second"), w.patient("third")}
-	for name, from := range map[string]*controller.EventStream{"open": live, "begun again": stream(t, w.Controller, w.project, "", controller.EventFilter{}, last)} {
+	for name, from := range map[string]*events.Stream{"open": live, "begun again": stream(t, w.Controller, w.project, "", events.Filter{}, last)} {
 		got := collectOf(t, from, fresh...)
 		want := slices.Sorted(slices.Values(slices.Concat(made, made)))
 		if sorted := slices.Sorted(slices.Values(types(got))); !slices.Equal(sorted, want) {
@@ -238,7 +239,7 @@ func TestEventsOfDatabaseSetBack(t *testing.T) {
 	w.create("first")
 	s.keep()
 	eventually(t, "the database answers", func() bool { return w.Ready(t.Context()) == nil })
-	live := stream(t, w.Controller, w.project, "", controller.EventFilter{}, -1)
+	live := stream(t, w.Controller, w.project, "", events.Filter{}, -1)
 	var lost []core.WorkspaceID
 	for _, name := range []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"} {
 		lost = append(lost, w.patient(name))
@@ -256,7 +257,7 @@ func TestEventsOfDatabaseSetBack(t *testing.T) {
 		}
 	}
 	w.patient("after")
-	again := stream(t, w.Controller, w.project, "", controller.EventFilter{}, -1)
+	again := stream(t, w.Controller, w.project, "", events.Filter{}, -1)
 	if got := slices.Sorted(slices.Values(types(collectOf(t, again, w.patient("again"))))); !slices.Equal(got, made) {
 		t.Errorf("a new stream got %v", got)
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -99,7 +100,7 @@ func TestStalled(t *testing.T) {
 	w := newWorld(t)
 	ws, other := w.create("waits"), w.create("runs")
 	w.beat()
-	events := stream(t, w.Controller, w.project, "", controller.EventFilter{Types: []string{"workspace"}}, -1)
+	seen := stream(t, w.Controller, w.project, "", events.Filter{Types: []string{"workspace"}}, -1)
 	get := func(id core.WorkspaceID) controller.Workspace {
 		t.Helper()
 		got, err := w.Workspace(t.Context(), w.project, id)
@@ -126,11 +127,11 @@ func TestStalled(t *testing.T) {
 	if got := get(ws.ID).Stall; got != (controller.Stall{}) {
 		t.Errorf("when it is over: %+v", got)
 	}
-	list := collect(t, events, 2)
+	list := collect(t, seen, 2)
 	if diff := cmp.Diff([]string{"workspace.stalled", "workspace.unstalled"}, types(list)); diff != "" || list[0].WorkspaceID != ws.ID || !strings.Contains(string(list[0].Data), "STORE_UNAVAILABLE") {
 		t.Errorf("%+v\n%s", list, diff)
 	}
-	if rest, err := events.Next(t.Context(), false); err != nil || len(rest) > 0 {
+	if rest, err := seen.Next(t.Context(), false); err != nil || len(rest) > 0 {
 		t.Errorf("then %v, %v", types(rest), err)
 	}
 	// What ends while it stands still is lost like any other.

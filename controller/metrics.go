@@ -83,11 +83,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 		defer c.mu.Unlock()
 		return len(c.running)
 	})
-	gauge("event_streams", "Open event streams.", func() int {
-		c.feed.mu.Lock()
-		defer c.feed.mu.Unlock()
-		return c.feed.total
-	})
+	gauge("event_streams", "Open event streams.", c.Events.Streams)
 	return m
 }
 

@@ -5,6 +5,7 @@ import (
 	"net/http"
 
 	"github.com/coppice-dev/coppice/controller/datakeys"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
@@ -25,6 +26,7 @@ import (
 type AllTx interface {
 	Tx
 	datakeys.Tx
+	events.Tx
 	flows.Tx
 	grants.Tx
 	idle.Tx
@@ -61,6 +63,10 @@ func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 	return s.store.InTx(ctx, System(), func(tx AllTx) error { return fn(s.part(tx)) })
 }
 
+func newEvents(c *Controller) *events.Feed {
+	return events.New(events.Config{Kept: c.cfg.EventsKept, Log: c.log}, partStore[events.Tx]{c.store.Store, func(tx AllTx) events.Tx { return tx }})
+}
+
 func newGuests(c *Controller) *guestclient.Client {
 	guest := func(endpoint string, s core.SandboxID) http.RoundTripper { return c.runners.Guest(endpoint, s) }
 	return guestclient.New(guestclient.Config{Guest: guest, Timeout: c.cfg.GuestCall})
@@ -93,7 +99,7 @@ func (c *Controller) makeParts() {
 		Blobs: c.cfg.Store, Keys: c.dataKeys, Log: c.log,
 		Sealed: func(bytes int64, timings []core.Timing) {
 			c.metrics.sealed(bytes, timings)
-			c.feed.hint()
+			c.Events.Hint()
 		},
 		Ended: func(outcome string) { c.metrics.seals.WithLabelValues(outcome).Inc() },
 	}, partStore[sealing.Tx]{store, func(tx AllTx) sealing.Tx { return tx }})
@@ -104,7 +110,7 @@ func (c *Controller) makeParts() {
 		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.RemoveBelow,
 		Imported: func(bytes int64) {
 			c.metrics.stored.Add(float64(bytes))
-			c.feed.hint()
+			c.Events.Hint()
 		},
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
@@ -129,6 +135,10 @@ func (c *Controller) sessionsConfig() sessions.Config {
 
 // The types of the parts that callers of the controller use.
 type (
+	Event           = events.Event
+	EventFilter     = events.Filter
+	EventMarks      = events.Marks
+	EventTail       = events.Tail
 	EncryptionPatch = datakeys.Patch
 	ProjectKey      = datakeys.ProjectKey
 	Wrapper         = datakeys.Wrapper

@@ -79,7 +79,6 @@ type Tx interface {
 	datakeys.ChangeTx
 	FleetTx
 	TrustTx
-	EventTx
 }
 
 // WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.

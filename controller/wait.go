@@ -91,7 +91,7 @@ func (c *Controller) announce(id core.OperationID) {
 }
 
 func (c *Controller) wakeWaiters(id core.OperationID) {
-	c.feed.hint()
+	c.Events.Hint()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, w := range c.waiters[id] {

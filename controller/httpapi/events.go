@@ -12,7 +12,7 @@ import (
 	"github.com/labstack/echo/v4"
 
 	"github.com/coppice-dev/coppice/api"
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -35,8 +35,8 @@ func (s *server) events(c echo.Context) error {
 		return err
 	}
 	ctx, query := c.Request().Context(), c.QueryParams()
-	stream, err := s.control.StreamEvents(ctx, projectOf(ctx), core.CheckpointID(query.Get("tree")),
-		controller.EventFilter{WorkspaceID: core.WorkspaceID(query.Get("workspace_id")), Types: query["type"]}, after)
+	stream, err := s.control.Events.Stream(ctx, projectOf(ctx), core.CheckpointID(query.Get("tree")),
+		events.Filter{WorkspaceID: core.WorkspaceID(query.Get("workspace_id")), Types: query["type"]}, after)
 	if err != nil {
 		return err
 	}
@@ -71,7 +71,7 @@ func (s *server) events(c echo.Context) error {
 }
 
 // nextEvents waits for events, no longer than until the next sign of life is due.
-func (s *server) nextEvents(ctx context.Context, stream *controller.EventStream, follow bool) ([]controller.Event, error) {
+func (s *server) nextEvents(ctx context.Context, stream *events.Stream, follow bool) ([]events.Event, error) {
 	wait, cancel := context.WithTimeout(ctx, s.pace.heartbeat)
 	defer cancel()
 	list, err := stream.Next(wait, follow)
@@ -98,7 +98,7 @@ func lastEvent(c echo.Context) (int64, error) {
 }
 
 // encodeEvents writes a batch. The bare id at its end says how far the stream has come, whatever the filter left out.
-func encodeEvents(list []controller.Event, cursor int64) []byte {
+func encodeEvents(list []events.Event, cursor int64) []byte {
 	var b bytes.Buffer
 	for _, e := range list {
 		data, err := json.Marshal(eventOf(e))
@@ -113,7 +113,7 @@ func encodeEvents(list []controller.Event, cursor int64) []byte {
 	return b.Bytes()
 }
 
-func eventOf(e controller.Event) api.Event {
+func eventOf(e events.Event) api.Event {
 	out := api.Event{
 		ID: strconv.FormatInt(e.ID, 10), Type: e.Type, CreatedAt: e.CreatedAt, WorkspaceID: string(e.WorkspaceID), CheckpointID: string(e.CheckpointID),
 		RootID: string(e.Root), OperationID: string(e.OperationID),
