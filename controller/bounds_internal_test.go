@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -79,20 +78,5 @@ func TestPhasesAreBounded(t *testing.T) {
 	}
 	if want := float64(len(list) + len(r.Steps) - maxPhases); len(names) != maxPhases+1 || names["other"] != want || names[long] != 0 {
 		t.Errorf("%d names, %v samples of other phases; want %d and %v", len(names), names["other"], maxPhases+1, want)
-	}
-}
-
-// TestCachedKeysAreBounded: of however many keys are used, 4,096 are in the cache, the last of them among them.
-func TestCachedKeysAreBounded(t *testing.T) {
-	t.Parallel()
-	k := new(keyring)
-	for i := range uint64(3 * maxCachedKeys) {
-		var hash [32]byte
-		binary.BigEndian.PutUint64(hash[:], i)
-		id := core.KeyID(fmt.Sprint("key_", i))
-		k.put(hash, Key{ID: id}, time.Hour)
-		if got, ok := k.get(hash, 0); !ok || got.ID != id || len(k.byHash) > maxCachedKeys {
-			t.Fatalf("key %d: %+v, %v; %d are in the cache", i, got, ok, len(k.byHash))
-		}
 	}
 }

@@ -81,7 +81,7 @@ func TestStreamsOfAProject(t *testing.T) {
 	}
 	_, err := open(w.project)
 	wantCode(t, err, core.CodeCapacity)
-	other, err := w.CreateProject(t.Context(), w.admin(), "other", controller.QuotasPatch{}, controller.EncryptionPatch{})
+	other, err := w.Tenancy.CreateProject(t.Context(), w.admin(), "other", controller.QuotasPatch{}, controller.EncryptionPatch{})
 	if err != nil {
 		t.Fatal(err)
 	}

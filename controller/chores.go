@@ -7,6 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/storegc"
+	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 )
@@ -27,12 +28,12 @@ func (c *Controller) chores() []Chore {
 		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
 		{Name: "overdue", Every: idle.Every, Do: c.suspendOverdue},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
-		{Name: "roll_usage", Every: sweepInterval, Do: c.rollUsage},
+		{Name: "roll_usage", Every: sweepInterval, Do: c.Tenancy.RollUsage},
 		{Name: "sweep_tokens", Every: sweepInterval, Do: keeper.SweepTokens},
 		{Name: "prune", Every: sweepInterval, Do: c.pruneDeleted},
 		{Name: "sessions", Every: sessions.Every, Do: keeper.Sweep},
 		{Name: "count_sessions", Every: sessions.Every, Do: keeper.Count},
-		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
+		{Name: "seal_audit", Every: tenancy.AuditEvery, Do: c.Tenancy.CloseAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
 		{Name: "abandon_seals", Every: abandonEvery, Do: sealer.Abandon},
 		{Name: "abandon_imports", Every: abandonEvery, Do: transfers.AbandonImports},
@@ -105,4 +106,9 @@ func (c *Controller) terminateAll(ctx context.Context, what string, find func(Tx
 		}
 	}
 	return nil
+}
+
+// limitLoop forgets what the limits of requests no longer need.
+func (c *Controller) limitLoop(ctx context.Context) {
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() { c.limits.sweep(time.Now()) })
 }

@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -28,6 +27,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/sweep"
+	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
@@ -81,13 +81,6 @@ type Config struct {
 	// Authority certifies the keys that sign attestations. If Trust is set, its authority does this. Without an authority no fork is accepted.
 	Authority        *mtls.Authority
 	AttestationsKept time.Duration // how long attestations are kept; by whole months, so up to one longer; default 400 days
-}
-
-// Bootstrap is what must exist before the first request.
-type Bootstrap struct {
-	Project string // name; default "default"
-	Key     string // the secret of an API key for it; empty makes none
-	JoinKey string // likewise, of a key that makes join tokens and nothing else
 }
 
 func (c Config) withDefaults() Config {
@@ -145,7 +138,8 @@ type Controller struct {
 	*storecheck.Checker
 	*transfer.Transfers
 
-	Events *events.Feed // of workspaces, checkpoints and operations
+	Events  *events.Feed // of workspaces, checkpoints and operations
+	Tenancy *tenancy.Manager
 
 	cfg     Config
 	store   ownStore
@@ -169,7 +163,6 @@ type Controller struct {
 
 	metrics   *metrics
 	journal   *flows.Journal
-	keys      keyring
 	limits    *limiter
 	images    imageAsks
 	admission admission
@@ -208,6 +201,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c.journal = newJournal(c)
 	c.secrets = secretstore.New(c.cfg.Wrapper, partStore[secretstore.Tx]{store, func(tx AllTx) secretstore.Tx { return tx }}, log)
 	c.dataKeys = datakeys.New(c.cfg.Wrapper, c.cfg.Store, partStore[datakeys.Tx]{store, func(tx AllTx) datakeys.Tx { return tx }}, log)
+	c.Tenancy = newTenancy(c)
 	c.grants = newGrants(c)
 	c.makeParts()
 	if c.cfg.Authority != nil {
@@ -235,7 +229,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.notifyLoop, c.listenLoop, c.keyLoop, c.Events.Run} {
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.notifyLoop, c.listenLoop, c.Tenancy.Run, c.limitLoop, c.Events.Run} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil
@@ -273,35 +267,13 @@ func (c *Controller) Traces() trace.TracerProvider { return c.cfg.Traces }
 
 // Bootstrap makes the first project and its key, as the configuration says. It is idempotent.
 func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
-	var project Project
 	if c.unusable != nil {
-		return project, c.unusable
+		return Project{}, c.unusable
 	}
 	if err := errors.Join(c.dataKeys.Rewrap(ctx), c.secrets.Rewrap(ctx)); err != nil {
-		return project, err
+		return Project{}, err
 	}
-	err := c.store.InTx(ctx, System(), func(tx Tx) error {
-		var err error
-		if project, err = tx.EnsureProject(ctx, core.NewID[core.ProjectID](), c.cfg.Bootstrap.Project); err != nil {
-			return err
-		}
-		for _, k := range []struct {
-			name, secret string
-			scope        core.KeyScope
-		}{{"bootstrap", c.cfg.Bootstrap.Key, core.ScopeAdmin}, {"join", c.cfg.Bootstrap.JoinKey, core.ScopeRunnerJoin}} {
-			if k.secret == "" {
-				continue
-			}
-			if err := tx.EnsureKey(ctx, Key{
-				ID: core.NewID[core.KeyID](), ProjectID: project.ID, Name: k.name, Prefix: k.secret[:min(8, len(k.secret)/4)],
-				Hash: sha256.Sum256([]byte(k.secret)), Scopes: []core.KeyScope{k.scope},
-			}); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	return project, err
+	return c.Tenancy.Bootstrap(ctx, c.cfg.Bootstrap)
 }
 
 // Ready reports whether work can be accepted: DATABASE_UNAVAILABLE, NO_RUNNER or AUTHORITY_UNUSABLE otherwise.

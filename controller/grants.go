@@ -18,7 +18,7 @@ func newGrants(c *Controller) *grants.Manager {
 		Audit: func(ctx context.Context, project core.ProjectID, object string, detail json.RawMessage) error {
 			o, _ := OriginOf(ctx)
 			o.Action = grants.ActionUnseal
-			return c.Audit(WithOrigin(ctx, o), AuditRecord{ProjectID: project, Object: object, Outcome: AuditSucceeded, Detail: detail})
+			return c.Tenancy.Audit(WithOrigin(ctx, o), AuditRecord{ProjectID: project, Object: object, Outcome: AuditSucceeded, Detail: detail})
 		},
 	}, partStore[grants.Tx]{c.store.Store, func(tx AllTx) grants.Tx { return tx }})
 }

@@ -42,7 +42,7 @@ func text(s string) func(http.ResponseWriter, *http.Request) {
 // other makes a workspace of another project.
 func (w *world) other() (core.ProjectID, core.WorkspaceID) {
 	w.t.Helper()
-	p, err := w.CreateProject(w.t.Context(), w.admin(), "other", controller.QuotasPatch{}, controller.EncryptionPatch{})
+	p, err := w.Tenancy.CreateProject(w.t.Context(), w.admin(), "other", controller.QuotasPatch{}, controller.EncryptionPatch{})
 	if err != nil {
 		w.t.Fatal(err)
 	}

@@ -81,30 +81,3 @@ func TestStrangersAndKeys(t *testing.T) {
 		t.Errorf("a stranger of another prefix: %+v, %v", left, err)
 	}
 }
-
-func TestSecretForm(t *testing.T) {
-	t.Parallel()
-	id := core.NewID[core.KeyID]()
-	prefix, secret := newSecret(id)
-	for s, want := range map[string]bool{
-		secret: true, prefix: false, secret + "0": false, secret[:len(secret)-1]: false, prefix + "_": false, "cpk_": false, "": false, "own-form": true,
-		string(make([]byte, maxSecret+1)): false,
-	} {
-		if wellFormed(s) != want {
-			t.Errorf("%q: %v", s, !want)
-		}
-	}
-}
-
-// FuzzWellFormed takes whatever a client may send for a key.
-func FuzzWellFormed(f *testing.F) {
-	_, secret := newSecret(core.NewID[core.KeyID]())
-	f.Add(secret)
-	f.Add("cpk_x_y")
-	f.Add("cpk_\x00_")
-	f.Fuzz(func(t *testing.T, s string) {
-		if wellFormed(s) && (s == "" || len(s) > maxSecret) {
-			t.Errorf("%q passes", s)
-		}
-	})
-}

@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
+	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -36,6 +37,7 @@ type AllTx interface {
 	sessions.Tx
 	storecheck.Tx
 	storegc.Tx
+	tenancy.Tx
 	transfer.Tx
 }
 
@@ -53,6 +55,11 @@ type partStore[T any] struct {
 	part  func(AllTx) T
 }
 
+// InTx runs fn in a transaction of a scope and commits when it returns nil.
+func (s partStore[T]) InTx(ctx context.Context, scope Scope, fn func(T) error) error {
+	return s.store.InTx(ctx, scope, func(tx AllTx) error { return fn(s.part(tx)) })
+}
+
 // InProject runs fn in a transaction of a project and commits when it returns nil.
 func (s partStore[T]) InProject(ctx context.Context, project core.ProjectID, fn func(T) error) error {
 	return s.store.InTx(ctx, InProject(project), func(tx AllTx) error { return fn(s.part(tx)) })
@@ -65,6 +72,12 @@ func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 
 func newEvents(c *Controller) *events.Feed {
 	return events.New(events.Config{Kept: c.cfg.EventsKept, Log: c.log}, partStore[events.Tx]{c.store.Store, func(tx AllTx) events.Tx { return tx }})
+}
+
+func newTenancy(c *Controller) *tenancy.Manager {
+	return tenancy.New(tenancy.Config{
+		KeyCache: c.cfg.KeyCache, Interval: c.cfg.LoopInterval, Clock: c.cfg.Clock, FreshKey: c.dataKeys.Fresh, Log: c.log,
+	}, partStore[tenancy.Tx]{c.store.Store, func(tx AllTx) tenancy.Tx { return tx }})
 }
 
 func newGuests(c *Controller) *guestclient.Client {
@@ -139,6 +152,15 @@ type (
 	EventFilter     = events.Filter
 	EventMarks      = events.Marks
 	EventTail       = events.Tail
+	Bootstrap       = tenancy.Bootstrap
+	QuotasPatch     = tenancy.QuotasPatch
+	QuotaUsage      = tenancy.QuotaUsage
+	Demand          = tenancy.Demand
+	AuditOutcome    = tenancy.AuditOutcome
+	AuditRecord     = tenancy.AuditRecord
+	AuditFilter     = tenancy.AuditFilter
+	AuditCheck      = tenancy.AuditCheck
+	Usage           = tenancy.Usage
 	EncryptionPatch = datakeys.Patch
 	ProjectKey      = datakeys.ProjectKey
 	Wrapper         = datakeys.Wrapper
@@ -174,6 +196,16 @@ const (
 	MaxSessionsCounted = sessions.MaxSessionsCounted
 	GuestExited        = guestclient.Exited
 )
+
+// The outcomes of audited changes.
+const (
+	AuditAccepted  = tenancy.AuditAccepted
+	AuditSucceeded = tenancy.AuditSucceeded
+	AuditFailed    = tenancy.AuditFailed
+)
+
+// ErrKeyEnded ends the work that is under way for a key that was revoked or has expired.
+var ErrKeyEnded = tenancy.ErrKeyEnded
 
 // ErrImportLost says that an import was given up because it was not renewed in time.
 var ErrImportLost = transfer.ErrImportLost

@@ -35,7 +35,7 @@ func (v *vault) Unwrap(_ context.Context, master, name string, wrapped []byte) (
 
 func (w *world) encrypt(p controller.EncryptionPatch) {
 	w.t.Helper()
-	if _, err := w.PatchProject(w.t.Context(), w.admin(), w.project, controller.QuotasPatch{}, p); err != nil {
+	if _, err := w.Tenancy.PatchProject(w.t.Context(), w.admin(), w.project, controller.QuotasPatch{}, p); err != nil {
 		w.t.Fatal(err)
 	}
 }
@@ -136,7 +136,7 @@ func TestRewrap(t *testing.T) {
 		t.Errorf("%v", got)
 	}
 	none := start(nil)
-	_, err := none.PatchProject(t.Context(), w.admin(), w.project, controller.QuotasPatch{}, controller.EncryptionPatch{KeyVersion: 2})
+	_, err := none.Tenancy.PatchProject(t.Context(), w.admin(), w.project, controller.QuotasPatch{}, controller.EncryptionPatch{KeyVersion: 2})
 	if core.CodeOf(err) != core.CodeKeyUnavailable || !strings.Contains(err.Error(), "--master-key-file") {
 		t.Errorf("without a master key: %v", err)
 	}

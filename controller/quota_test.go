@@ -18,7 +18,7 @@ import (
 // admin is a key that may do everything, with a row that others can be made of.
 func (w *world) admin() controller.Key {
 	w.t.Helper()
-	key, err := w.Authenticate(w.t.Context(), "coppice-test-key")
+	key, err := w.Tenancy.Authenticate(w.t.Context(), "coppice-test-key")
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -29,14 +29,14 @@ func (w *world) quota(change func(*controller.QuotasPatch)) {
 	w.t.Helper()
 	var p controller.QuotasPatch
 	change(&p)
-	if _, err := w.PatchProject(w.t.Context(), w.admin(), w.project, p, controller.EncryptionPatch{}); err != nil {
+	if _, err := w.Tenancy.PatchProject(w.t.Context(), w.admin(), w.project, p, controller.EncryptionPatch{}); err != nil {
 		w.t.Fatal(err)
 	}
 }
 
 func (w *world) usage() controller.QuotaUsage {
 	w.t.Helper()
-	_, usage, err := w.Project(w.t.Context(), w.admin(), w.project)
+	_, usage, err := w.Tenancy.Project(w.t.Context(), w.admin(), w.project)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -221,7 +221,7 @@ func TestKeyQuota(t *testing.T) {
 	var some atomic.Value
 	for range 30 {
 		group.Go(func() {
-			key, _, err := w.CreateKey(t.Context(), admin, w.project, "k", nil, 0)
+			key, _, err := w.Tenancy.CreateKey(t.Context(), admin, w.project, "k", nil, 0)
 			switch core.CodeOf(err) {
 			case "":
 				made.Add(1)
@@ -237,13 +237,13 @@ func TestKeyQuota(t *testing.T) {
 		t.Errorf("%d keys were made", made.Load())
 	}
 	id, _ := some.Load().(core.KeyID)
-	if err := w.RevokeKey(t.Context(), admin, id); err != nil {
+	if err := w.Tenancy.RevokeKey(t.Context(), admin, id); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := w.CreateKey(t.Context(), admin, w.project, "k", nil, 0); err != nil {
+	if _, _, err := w.Tenancy.CreateKey(t.Context(), admin, w.project, "k", nil, 0); err != nil {
 		t.Errorf("the place of a revoked key: %v", err)
 	}
-	_, _, err := w.CreateKey(t.Context(), admin, w.project, "k", nil, 0)
+	_, _, err := w.Tenancy.CreateKey(t.Context(), admin, w.project, "k", nil, 0)
 	wantQuota(t, err, "keys", 5, 5)
 }
 
@@ -255,7 +255,7 @@ func TestDeletedProject(t *testing.T) {
 	admin := w.admin()
 	w.create("template") // is made once
 	for i := range 8 {
-		p, err := w.CreateProject(t.Context(), admin, fmt.Sprintf("p%d", i), controller.QuotasPatch{}, controller.EncryptionPatch{})
+		p, err := w.Tenancy.CreateProject(t.Context(), admin, fmt.Sprintf("p%d", i), controller.QuotasPatch{}, controller.EncryptionPatch{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -264,7 +264,7 @@ func TestDeletedProject(t *testing.T) {
 		group.Go(func() {
 			_, created = w.CreateWorkspace(t.Context(), p.ID, controller.CreateRequest{Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}}, wait)
 		})
-		group.Go(func() { deleted = w.DeleteProject(t.Context(), admin, p.ID) })
+		group.Go(func() { deleted = w.Tenancy.DeleteProject(t.Context(), admin, p.ID) })
 		group.Wait()
 		switch {
 		case created == nil && core.CodeOf(deleted) == core.CodeProjectNotEmpty:
@@ -273,10 +273,10 @@ func TestDeletedProject(t *testing.T) {
 			t.Errorf("created: %v; deleted: %v", created, deleted)
 		}
 	}
-	if err := w.DeleteProject(t.Context(), admin, w.project); core.CodeOf(err) != core.CodePermissionDenied {
+	if err := w.Tenancy.DeleteProject(t.Context(), admin, w.project); core.CodeOf(err) != core.CodePermissionDenied {
 		t.Errorf("its own project: %v", err)
 	}
-	if err := w.DeleteProject(t.Context(), admin, controller.SystemProject); core.CodeOf(err) != core.CodeProjectNotFound {
+	if err := w.Tenancy.DeleteProject(t.Context(), admin, controller.SystemProject); core.CodeOf(err) != core.CodeProjectNotFound {
 		t.Errorf("the system's project: %v", err)
 	}
 }
@@ -301,7 +301,7 @@ func TestFailedTransactionTakesNoPlace(t *testing.T) {
 		t.Errorf("%d places are taken", n)
 	}
 	// A project cannot take another's place.
-	other, err := w.CreateProject(t.Context(), w.admin(), "other", controller.QuotasPatch{}, controller.EncryptionPatch{})
+	other, err := w.Tenancy.CreateProject(t.Context(), w.admin(), "other", controller.QuotasPatch{}, controller.EncryptionPatch{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/coppice-dev/coppice/controller/request"
+	"github.com/coppice-dev/coppice/core"
 )
 
 // What a request carries in its context. Package request has it.
@@ -26,6 +27,13 @@ func OriginOf(ctx context.Context) (Origin, string) { return request.OriginOf(ct
 func WithClaim(ctx context.Context, claim *Claim) context.Context {
 	return request.WithClaim(ctx, claim)
 }
+
+// WithRequestID marks a context with the id of the request that it serves; operations that it starts carry it.
+func WithRequestID(ctx context.Context, id string) context.Context {
+	return core.WithRequestID(ctx, id)
+}
+
+func requestID(ctx context.Context) string { return core.RequestIDOf(ctx) }
 
 // KeyOf returns the key that a request was made with; the zero value outside of requests.
 func KeyOf(ctx context.Context) Key { return request.KeyOf(ctx) }

@@ -7,10 +7,10 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/request"
+	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -60,8 +60,8 @@ type Chore struct {
 
 // Tx is a transaction with the methods that the use cases of this package need. Reads of absent or foreign rows are NotFound errors that name the object. It is for one goroutine.
 type Tx interface {
-	TenantTx
-	KeyTx
+	tenancy.AdmitTx
+	HeartbeatTx
 	WorkspaceTx
 	TTLTx
 	RulesTx
@@ -72,13 +72,20 @@ type Tx interface {
 	OperationTx
 	request.Tx
 	idle.CheckTx
-	AuditTx
 	SessionTx
 	PortTx
 	SweepTx
-	datakeys.ChangeTx
 	FleetTx
 	TrustTx
+}
+
+// HeartbeatTx is the part of a heartbeat that concerns projects and their keys.
+type HeartbeatTx interface {
+	// EndedKeys returns those of the given keys that are revoked or have expired.
+	EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, error)
+	// InsertDataWrites records writes to files by a runner's data plane. It leaves out writes to sandboxes of other runners, and
+	// writes whose numbers in the runner's log were recorded before.
+	InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error
 }
 
 // WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.

@@ -35,11 +35,6 @@ func (c *Controller) makePartitions(ctx context.Context) error {
 		of(TableFlows, c.cfg.FlowsKept), of(TableAttestations, c.cfg.AttestationsKept))
 }
 
-// rollUsage adds up the samples of earlier versions. A sandbox has one row afterwards instead of one for each minute.
-func (c *Controller) rollUsage(ctx context.Context) error {
-	return c.batches(ctx, movedBatch, func(tx Tx) (int, error) { return tx.RollUsage(ctx, movedBatch) })
-}
-
 // pruneDeleted stops showing deleted checkpoints that are no longer ancestors of others.
 func (c *Controller) pruneDeleted(ctx context.Context) error {
 	return c.marks.Walk(ctx, "prune", func(ctx context.Context, after string) (string, error) {

@@ -1,25 +1,12 @@
 package controller
 
 import (
-	"context"
 	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 )
-
-// Usage is what workspaces have used since they were made.
-type Usage struct {
-	Workspaces    int
-	Checkpoints   int
-	CPUSeconds    float64 // of the VMMs
-	GiBSeconds    float64 // memory, for as long as it was allocated
-	StoredBytes   int64   // of checkpoints, each counted in full
-	SentBytes     int64   // by the guests
-	ReceivedBytes int64
-	SampledAt     time.Time // when CPU and network were last reported; zero: never
-}
 
 // samples remembers when the usage of each sandbox was last written, so that a heartbeat writes little.
 type samples struct {
@@ -60,24 +47,4 @@ func (s *samples) written(list []runnerapi.Usage, every time.Duration) {
 			delete(s.at, id)
 		}
 	}
-}
-
-// WorkspaceUsage sums what a workspace has used, in all its epochs.
-func (c *Controller) WorkspaceUsage(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (Usage, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) (Usage, error) {
-		if _, err := tx.Workspace(ctx, id); err != nil {
-			return Usage{}, err
-		}
-		return tx.WorkspaceUsage(ctx, id)
-	})
-}
-
-// CheckpointUsage sums what was used by everything that grew from a checkpoint.
-func (c *Controller) CheckpointUsage(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Usage, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) (Usage, error) {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
-			return Usage{}, err
-		}
-		return tx.CheckpointUsage(ctx, id)
-	})
 }

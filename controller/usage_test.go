@@ -37,7 +37,7 @@ func TestUsage(t *testing.T) {
 	if after := w.number(`SELECT sum(xmin::text::bigint) FROM workspaces`); after != before {
 		t.Error("a heartbeat wrote a workspace's row")
 	}
-	got, err := w.WorkspaceUsage(ctx, w.project, ws.ID)
+	got, err := w.Tenancy.WorkspaceUsage(ctx, w.project, ws.ID)
 	if err != nil || got.CPUSeconds != 1.5 || got.SentBytes != 100 || got.ReceivedBytes != 10 || got.GiBSeconds <= 0 || got.Checkpoints != 0 || got.SampledAt.IsZero() {
 		t.Errorf("%+v, %v", got, err)
 	}
@@ -54,23 +54,23 @@ func TestUsage(t *testing.T) {
 		runnerapi.Usage{SandboxID: children[0].Sandbox.ID, CPUSeconds: 10}, runnerapi.Usage{SandboxID: children[1].Sandbox.ID, CPUSeconds: 20},
 	)
 	leaf := w.checkpoint(children[0].ID)
-	if got, err = w.WorkspaceUsage(ctx, w.project, ws.ID); err != nil || got.CPUSeconds != 7 || got.SentBytes != 121 || got.StoredBytes == 0 || got.Checkpoints != 1 {
+	if got, err = w.Tenancy.WorkspaceUsage(ctx, w.project, ws.ID); err != nil || got.CPUSeconds != 7 || got.SentBytes != 121 || got.StoredBytes == 0 || got.Checkpoints != 1 {
 		t.Errorf("in two epochs: %+v, %v", got, err)
 	}
-	branch, err := w.CheckpointUsage(ctx, w.project, cp.ID)
+	branch, err := w.Tenancy.CheckpointUsage(ctx, w.project, cp.ID)
 	if err != nil || branch.CPUSeconds != 30 || branch.Workspaces != 2 || branch.Checkpoints != 2 {
 		t.Errorf("a branch: %+v, %v", branch, err)
 	}
-	tree, err := w.CheckpointUsage(ctx, w.project, cp.Root)
+	tree, err := w.Tenancy.CheckpointUsage(ctx, w.project, cp.Root)
 	if err != nil || tree.CPUSeconds != 37 || tree.Workspaces != 3 || tree.StoredBytes <= branch.StoredBytes {
 		t.Errorf("the tree: %+v, %v", tree, err)
 	}
 	if err := w.DeleteCheckpoint(ctx, w.project, leaf.ID); err != nil {
 		t.Fatal(err)
 	}
-	if now, err := w.CheckpointUsage(ctx, w.project, cp.ID); err != nil || now.Checkpoints != 1 || now.StoredBytes >= branch.StoredBytes || now.CPUSeconds != 30 {
+	if now, err := w.Tenancy.CheckpointUsage(ctx, w.project, cp.ID); err != nil || now.Checkpoints != 1 || now.StoredBytes >= branch.StoredBytes || now.CPUSeconds != 30 {
 		t.Errorf("after a deletion: %+v, %v", now, err)
 	}
-	_, err = w.WorkspaceUsage(ctx, w.project, core.NewID[core.WorkspaceID]())
+	_, err = w.Tenancy.WorkspaceUsage(ctx, w.project, core.NewID[core.WorkspaceID]())
 	wantCode(t, err, core.CodeWorkspaceNotFound)
 }

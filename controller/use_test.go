@@ -421,15 +421,15 @@ func TestExecWhileCapturing(t *testing.T) {
 func TestAuthentication(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.KeyCache = 50 * time.Millisecond })
-	key, err := w.Authenticate(t.Context(), "coppice-test-key")
+	key, err := w.Tenancy.Authenticate(t.Context(), "coppice-test-key")
 	if err != nil || key.ProjectID != w.project {
 		t.Fatalf("%+v, %v", key, err)
 	}
-	_, err = w.Authenticate(t.Context(), "coppice-test-kez")
+	_, err = w.Tenancy.Authenticate(t.Context(), "coppice-test-kez")
 	wantCode(t, err, core.CodeUnauthenticated)
 	w.sql(`UPDATE api_keys SET revoked_at = now()`)
 	eventually(t, "the revocation is seen", func() bool {
-		_, err := w.Authenticate(t.Context(), "coppice-test-key")
+		_, err := w.Tenancy.Authenticate(t.Context(), "coppice-test-key")
 		return core.CodeOf(err) == core.CodeUnauthenticated
 	})
 }

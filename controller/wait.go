@@ -128,7 +128,7 @@ func (c *Controller) notifyLoop(ctx context.Context) {
 // listenLoop listens for operations that other controllers have ended, and for keys that they have revoked.
 func (c *Controller) listenLoop(ctx context.Context) {
 	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
-		if err := c.store.Listen(ctx, c.wakeWaiters, c.keys.drop); err != nil && ctx.Err() == nil {
+		if err := c.store.Listen(ctx, c.wakeWaiters, c.Tenancy.KeyEnded); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "notifications ended", "err", err)
 		}
 	})

@@ -138,17 +138,17 @@ func ActFor(ctx context.Context, key core.KeyID) context.Context {
 // HoldKey returns a context that ends with a key, for what such a layer does past this API. The returned function must be called when the
 // work is done.
 func HoldKey(ctx context.Context, control *controller.Controller, id core.KeyID) (context.Context, context.CancelFunc, error) {
-	key, err := control.ValidKey(ctx, id)
+	key, err := control.Tenancy.ValidKey(ctx, id)
 	if err != nil {
 		return ctx, func() {}, err
 	}
-	ctx, release := control.WithKey(ctx, key)
+	ctx, release := control.Tenancy.WithKey(ctx, key)
 	return ctx, release, nil
 }
 
 // ConfirmPort asks where a forwarded port listens now, for such a layer. The key must be one that the layer acts for.
 func ConfirmPort(ctx context.Context, control *controller.Controller, id core.KeyID, ws core.WorkspaceID, port core.PortID) (string, error) {
-	key, err := control.ValidKey(ctx, id)
+	key, err := control.Tenancy.ValidKey(ctx, id)
 	if err != nil {
 		return "", err
 	}
@@ -163,11 +163,11 @@ func ConfirmPort(ctx context.Context, control *controller.Controller, id core.Ke
 func callerKey(c echo.Context, control *controller.Controller) (controller.Key, error) {
 	ctx := c.Request().Context()
 	if id, ok := ctx.Value(actingKey{}).(core.KeyID); ok {
-		return control.ValidKey(ctx, id)
+		return control.Tenancy.ValidKey(ctx, id)
 	}
 	scheme, secret, _ := strings.Cut(c.Request().Header.Get("Authorization"), " ")
 	secret = strings.TrimSpace(secret)
-	if !control.Known(secret) {
+	if !control.Tenancy.Known(secret) {
 		if err := tell(c)(control.AllowOpen(c.Request().RemoteAddr)); err != nil {
 			return controller.Key{}, err
 		}
@@ -175,7 +175,7 @@ func callerKey(c echo.Context, control *controller.Controller) (controller.Key, 
 	if !strings.EqualFold(scheme, "Bearer") || secret == "" {
 		return controller.Key{}, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "this route needs an API key: Authorization: Bearer <key>")
 	}
-	return control.Authenticate(ctx, secret)
+	return control.Tenancy.Authenticate(ctx, secret)
 }
 
 type projectKey struct{}
@@ -236,7 +236,7 @@ func (op *operation) enter(c echo.Context, control *controller.Controller, next 
 	if missing := core.MissingScope(key.Scopes, op.access.scopes...); missing != "" {
 		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "this key (%s) lacks the scope %s", key.Name, missing)
 	}
-	ctx, release := control.WithKey(context.WithValue(ctx, projectKey{}, key.ProjectID), key)
+	ctx, release := control.Tenancy.WithKey(context.WithValue(ctx, projectKey{}, key.ProjectID), key)
 	defer release()
 	c.SetRequest(c.Request().WithContext(ctx))
 	return next(c)

@@ -53,7 +53,7 @@ func (k contract) audit(control *controller.Controller) echo.MiddlewareFunc {
 			if path := c.QueryParam("path"); path != "" {
 				record.Detail = detail(map[string]string{"path": path})
 			}
-			if err := control.Audit(ctx, record); err != nil {
+			if err := control.Tenancy.Audit(ctx, record); err != nil {
 				return err
 			}
 			err := next(c)
@@ -61,7 +61,7 @@ func (k contract) audit(control *controller.Controller) echo.MiddlewareFunc {
 				return nil
 			}
 			record.Outcome, record.Detail = controller.AuditFailed, detail(map[string]string{"code": string(core.CodeOf(err))})
-			if auditErr := control.Audit(context.WithoutCancel(ctx), record); auditErr != nil {
+			if auditErr := control.Tenancy.Audit(context.WithoutCancel(ctx), record); auditErr != nil {
 				return fmt.Errorf("%w; and it was not recorded: %w", err, auditErr)
 			}
 			return err
@@ -113,7 +113,7 @@ func (s *server) ListAudit(ctx context.Context, r api.ListAuditRequestObject) (a
 			return nil, badCursor()
 		}
 	}
-	list, err := s.control.AuditRecords(ctx, controller.KeyOf(ctx), auditedProject(ctx, r.Params.ProjectID), f)
+	list, err := s.control.Tenancy.AuditRecords(ctx, controller.KeyOf(ctx), auditedProject(ctx, r.Params.ProjectID), f)
 	if err != nil {
 		return nil, err
 	}
@@ -123,7 +123,7 @@ func (s *server) ListAudit(ctx context.Context, r api.ListAuditRequestObject) (a
 
 // CheckAudit serves GET /v1/audit/check.
 func (s *server) CheckAudit(ctx context.Context, r api.CheckAuditRequestObject) (api.CheckAuditResponseObject, error) {
-	got, err := s.control.CheckAudit(ctx, controller.KeyOf(ctx), auditedProject(ctx, r.Params.ProjectID))
+	got, err := s.control.Tenancy.CheckAudit(ctx, controller.KeyOf(ctx), auditedProject(ctx, r.Params.ProjectID))
 	if err != nil {
 		return nil, err
 	}

@@ -49,7 +49,7 @@ func filesPath(c echo.Context) (string, error) {
 // for requests whose paths are in their query.
 func (s *server) audited(ctx context.Context, object string, what map[string]string, do func() error) error {
 	record := controller.AuditRecord{ProjectID: projectOf(ctx), Object: object, Outcome: controller.AuditAccepted, Detail: detail(what)}
-	if err := s.control.Audit(ctx, record); err != nil {
+	if err := s.control.Tenancy.Audit(ctx, record); err != nil {
 		return err
 	}
 	err := do()
@@ -57,7 +57,7 @@ func (s *server) audited(ctx context.Context, object string, what map[string]str
 		return nil
 	}
 	record.Outcome, record.Detail = controller.AuditFailed, detail(map[string]string{"code": string(core.CodeOf(err))})
-	if auditErr := s.control.Audit(context.WithoutCancel(ctx), record); auditErr != nil {
+	if auditErr := s.control.Tenancy.Audit(context.WithoutCancel(ctx), record); auditErr != nil {
 		return fmt.Errorf("%w; and it was not recorded: %w", err, auditErr)
 	}
 	return err

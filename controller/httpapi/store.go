@@ -16,7 +16,7 @@ func (s *server) CollectStore(ctx context.Context, r api.CollectStoreRequestObje
 	}
 	if !r.Params.DryRun {
 		record := controller.AuditRecord{ProjectID: controller.SystemProject, Object: "store", Outcome: controller.AuditAccepted}
-		if err := s.control.Audit(ctx, record); err != nil {
+		if err := s.control.Tenancy.Audit(ctx, record); err != nil {
 			return nil, err
 		}
 	}

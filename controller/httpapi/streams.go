@@ -84,7 +84,7 @@ func (s *server) attach(c echo.Context) error {
 	if err != nil {
 		return err
 	}
-	ctx, release := s.control.WithKey(c.Request().Context(), key)
+	ctx, release := s.control.Tenancy.WithKey(c.Request().Context(), key)
 	defer release()
 	c.SetRequest(c.Request().WithContext(ctx))
 	return s.forward(c, guest, "/v1/sessions/"+string(guestID)+"/attach", guestQuery(c, "stdout_offset", "stderr_offset", "from"))

@@ -45,7 +45,7 @@ func (s *server) GetSelf(ctx context.Context, _ api.GetSelfRequestObject) (api.G
 
 // CreateProject serves POST /v1/projects.
 func (s *server) CreateProject(ctx context.Context, r api.CreateProjectRequestObject) (api.CreateProjectResponseObject, error) {
-	p, err := s.control.CreateProject(ctx, controller.KeyOf(ctx), r.Body.Name, quotasIn(0, r.Body.Quotas),
+	p, err := s.control.Tenancy.CreateProject(ctx, controller.KeyOf(ctx), r.Body.Name, quotasIn(0, r.Body.Quotas),
 		controller.EncryptionPatch{Mode: controller.Encryption(r.Body.Encryption)})
 	if err != nil {
 		return nil, err
@@ -59,7 +59,7 @@ func (s *server) ListProjects(ctx context.Context, r api.ListProjectsRequestObje
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Projects(ctx, controller.KeyOf(ctx), p)
+	list, err := s.control.Tenancy.Projects(ctx, controller.KeyOf(ctx), p)
 	if err != nil {
 		return nil, err
 	}
@@ -69,7 +69,7 @@ func (s *server) ListProjects(ctx context.Context, r api.ListProjectsRequestObje
 
 // GetProject serves GET /v1/projects/{id}.
 func (s *server) GetProject(ctx context.Context, r api.GetProjectRequestObject) (api.GetProjectResponseObject, error) {
-	p, usage, err := s.control.Project(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID))
+	p, usage, err := s.control.Tenancy.Project(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID))
 	if err != nil {
 		return nil, err
 	}
@@ -86,7 +86,7 @@ func (s *server) PatchProject(ctx context.Context, r api.PatchProjectRequestObje
 	if to := controller.AllowAll(r.Body.AllowAllEgress); to != "" {
 		q.AllowAll = &to
 	}
-	p, err := s.control.PatchProject(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), q,
+	p, err := s.control.Tenancy.PatchProject(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), q,
 		controller.EncryptionPatch{Mode: controller.Encryption(r.Body.Encryption), KeyVersion: r.Body.KeyVersion})
 	if err != nil {
 		return nil, err
@@ -96,13 +96,13 @@ func (s *server) PatchProject(ctx context.Context, r api.PatchProjectRequestObje
 
 // DeleteProject serves DELETE /v1/projects/{id}.
 func (s *server) DeleteProject(ctx context.Context, r api.DeleteProjectRequestObject) (api.DeleteProjectResponseObject, error) {
-	return api.DeleteProject204Response{}, s.control.DeleteProject(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID))
+	return api.DeleteProject204Response{}, s.control.Tenancy.DeleteProject(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID))
 }
 
 // CreateKey serves POST /v1/projects/{id}/keys.
 func (s *server) CreateKey(ctx context.Context, r api.CreateKeyRequestObject) (api.CreateKeyResponseObject, error) {
 	scopes := convert(r.Body.Scopes, func(v api.KeyScope) core.KeyScope { return core.KeyScope(v) })
-	key, secret, err := s.control.CreateKey(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), r.Body.Name, scopes, seconds(r.Body.TTLSeconds))
+	key, secret, err := s.control.Tenancy.CreateKey(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), r.Body.Name, scopes, seconds(r.Body.TTLSeconds))
 	if err != nil {
 		return nil, err
 	}
@@ -115,7 +115,7 @@ func (s *server) ListKeys(ctx context.Context, r api.ListKeysRequestObject) (api
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Keys(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), p)
+	list, err := s.control.Tenancy.Keys(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), p)
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +125,7 @@ func (s *server) ListKeys(ctx context.Context, r api.ListKeysRequestObject) (api
 
 // GetKey serves GET /v1/keys/{id}.
 func (s *server) GetKey(ctx context.Context, r api.GetKeyRequestObject) (api.GetKeyResponseObject, error) {
-	key, err := s.control.Key(ctx, controller.KeyOf(ctx), core.KeyID(r.KeyID))
+	key, err := s.control.Tenancy.Key(ctx, controller.KeyOf(ctx), core.KeyID(r.KeyID))
 	if err != nil {
 		return nil, err
 	}
@@ -134,5 +134,5 @@ func (s *server) GetKey(ctx context.Context, r api.GetKeyRequestObject) (api.Get
 
 // RevokeKey serves DELETE /v1/keys/{id}.
 func (s *server) RevokeKey(ctx context.Context, r api.RevokeKeyRequestObject) (api.RevokeKeyResponseObject, error) {
-	return api.RevokeKey204Response{}, s.control.RevokeKey(ctx, controller.KeyOf(ctx), core.KeyID(r.KeyID))
+	return api.RevokeKey204Response{}, s.control.Tenancy.RevokeKey(ctx, controller.KeyOf(ctx), core.KeyID(r.KeyID))
 }

@@ -17,7 +17,7 @@ func usageOf(u controller.Usage) api.Usage {
 
 // GetWorkspaceUsage serves GET /v1/workspaces/{id}/usage.
 func (s *server) GetWorkspaceUsage(ctx context.Context, r api.GetWorkspaceUsageRequestObject) (api.GetWorkspaceUsageResponseObject, error) {
-	u, err := s.control.WorkspaceUsage(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
+	u, err := s.control.Tenancy.WorkspaceUsage(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
 	if err != nil {
 		return nil, err
 	}
@@ -26,7 +26,7 @@ func (s *server) GetWorkspaceUsage(ctx context.Context, r api.GetWorkspaceUsageR
 
 // GetCheckpointUsage serves GET /v1/checkpoints/{id}/usage.
 func (s *server) GetCheckpointUsage(ctx context.Context, r api.GetCheckpointUsageRequestObject) (api.GetCheckpointUsageResponseObject, error) {
-	u, err := s.control.CheckpointUsage(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID))
+	u, err := s.control.Tenancy.CheckpointUsage(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID))
 	if err != nil {
 		return nil, err
 	}
