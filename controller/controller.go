@@ -29,6 +29,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/sweep"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/controller/transfer"
+	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/mtls"
@@ -140,6 +141,7 @@ type Controller struct {
 
 	Events  *events.Feed // of workspaces, checkpoints and operations
 	Tenancy *tenancy.Manager
+	Tree    *tree.Tree // of checkpoints
 
 	cfg     Config
 	store   ownStore

@@ -17,7 +17,7 @@ func TestDiffNeedsOneRunner(t *testing.T) {
 	ws := w.create("main")
 	a, b := w.checkpoint(ws.ID), w.checkpoint(ws.ID)
 	diff := func() error {
-		_, err := w.DiffCheckpoints(t.Context(), w.project, a.ID, b.ID, controller.DiffPage{Limit: 10})
+		_, err := w.Tree.Diff(t.Context(), w.project, a.ID, b.ID, controller.DiffPage{Limit: 10})
 		return err
 	}
 	if err := diff(); err != nil {

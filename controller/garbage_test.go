@@ -264,7 +264,7 @@ func (m *model) step() string {
 		id := u.Commit.Stored.CheckpointID
 		// Less than its reference needed is needed now and then, as after many changes.
 		err := u.Write(ctx, func(string) bool { return m.random.IntN(8) == 0 })
-		current, gone := m.Checkpoint(ctx, m.project, id)
+		current, gone := m.Tree.Checkpoint(ctx, m.project, id)
 		if gone == nil && current.State == core.CheckpointCaptured && current.Seal.Attempt == u.Begun.Attempt && current.Seal.State == controller.SealUploading {
 			if err == nil && n == 7 {
 				if err = u.Fail(ctx, errors.New("given up")); err != nil {

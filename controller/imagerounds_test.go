@@ -169,7 +169,7 @@ func (m *images) prune(h *host) {
 
 // row is a checkpoint, if it lives.
 func (m *images) row(id core.CheckpointID) (controller.Checkpoint, bool) {
-	cp, err := m.Checkpoint(context.WithoutCancel(m.t.Context()), m.project, id)
+	cp, err := m.Tree.Checkpoint(context.WithoutCancel(m.t.Context()), m.project, id)
 	if err != nil && core.CategoryOf(err) != core.NotFound {
 		m.t.Errorf("checkpoint %s: %v", id, err)
 	}

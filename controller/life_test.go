@@ -18,7 +18,7 @@ func TestLife(t *testing.T) {
 	if ws.State != core.WorkspaceReady || ws.Epoch != 1 || ws.Name != "main" || ws.Sandbox.Identity.Hostname != "main" || ws.Parent == "" || ws.Head != ws.Parent {
 		t.Fatalf("created: %+v", ws)
 	}
-	root, err := w.Checkpoint(t.Context(), w.project, ws.Parent)
+	root, err := w.Tree.Checkpoint(t.Context(), w.project, ws.Parent)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -85,7 +85,7 @@ func TestLife(t *testing.T) {
 	if n := len(w.runner.Sandboxes()); n != 5 {
 		t.Errorf("the runner holds %d sandboxes, want the 5 forks", n)
 	}
-	nodes, err := w.Tree(t.Context(), w.project, root.ID, controller.TreePage{Page: controller.Page{Limit: 100}, MaxDepth: -1})
+	nodes, err := w.Tree.Subtree(t.Context(), w.project, root.ID, controller.TreePage{Page: controller.Page{Limit: 100}, MaxDepth: -1})
 	if err != nil || len(nodes) != 5 || nodes[0].Checkpoint.ID != root.ID || len(nodes[1].Workspaces) != 3 {
 		t.Errorf("tree: %d nodes, %+v, %v", len(nodes), nodes, err)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/controller/transfer"
+	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -39,6 +40,7 @@ type AllTx interface {
 	storegc.Tx
 	tenancy.Tx
 	transfer.Tx
+	tree.Tx
 }
 
 // ownStore runs the transactions of the controller itself.
@@ -126,6 +128,7 @@ func (c *Controller) makeParts() {
 			c.Events.Hint()
 		},
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
+	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
 }
 
@@ -184,6 +187,14 @@ type (
 	ExecRequest     = guestclient.ExecRequest
 	GuestSession    = guestclient.Session
 	Process         = guestclient.Process
+)
+
+// The types of the tree of checkpoints.
+type (
+	CheckpointFilter = tree.Filter
+	CheckpointPatch  = tree.Patch
+	TreePage         = tree.Page
+	DiffPage         = tree.DiffPage
 )
 
 // MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.

@@ -116,10 +116,10 @@ func TestForkElsewhere(t *testing.T) {
 	}
 	// What was captured on one and what was fetched there can be compared there.
 	p.beatSecond()
-	if _, err := p.DiffCheckpoints(t.Context(), p.project, cp.ID, own.ID, controller.DiffPage{Limit: 10}); err != nil || p.second.Calls(runnertest.PointDiff) != 1 {
+	if _, err := p.Tree.Diff(t.Context(), p.project, cp.ID, own.ID, controller.DiffPage{Limit: 10}); err != nil || p.second.Calls(runnertest.PointDiff) != 1 {
 		t.Errorf("diff: %v", err)
 	}
-	_, err = p.DiffCheckpoints(t.Context(), p.project, unsealed.ID, own.ID, controller.DiffPage{Limit: 10})
+	_, err = p.Tree.Diff(t.Context(), p.project, unsealed.ID, own.ID, controller.DiffPage{Limit: 10})
 	wantCode(t, err, core.CodeUnsupported)
 	// What it has lost it is not known for any more.
 	p.second.LoseCheckpoints()

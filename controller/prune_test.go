@@ -29,7 +29,7 @@ func (w *world) scored(id core.WorkspaceID, score float64) controller.Checkpoint
 
 func (w *world) pin(id core.CheckpointID, on bool) {
 	w.t.Helper()
-	if cp, err := w.PatchCheckpoint(w.t.Context(), w.project, id, controller.CheckpointPatch{Pinned: &on}); err != nil || cp.Pinned != on {
+	if cp, err := w.Tree.Patch(w.t.Context(), w.project, id, controller.CheckpointPatch{Pinned: &on}); err != nil || cp.Pinned != on {
 		w.t.Fatalf("pin: %+v, %v", cp, err)
 	}
 }
@@ -231,7 +231,7 @@ func TestRetention(t *testing.T) {
 	eventually(t, "all but the best are gone", func() bool {
 		return w.number(`SELECT count(*) FROM checkpoints WHERE kind = 'user' AND state = 'captured'`) == 1
 	})
-	if _, err := w.Checkpoint(ctx, w.project, last.ID); err != nil {
+	if _, err := w.Tree.Checkpoint(ctx, w.project, last.ID); err != nil {
 		t.Error(err)
 	}
 	for range 2 { // idempotent
@@ -255,7 +255,7 @@ func TestDeleteWhileSuspending(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		group.Go(func() {
 			for ctx.Err() == nil {
-				list, err := w.Checkpoints(t.Context(), w.project, controller.CheckpointFilter{Page: controller.Page{Limit: 1}, Kind: controller.KindUser, States: []core.CheckpointState{core.CheckpointCaptured}})
+				list, err := w.Tree.Checkpoints(t.Context(), w.project, controller.CheckpointFilter{Page: controller.Page{Limit: 1}, Kind: controller.KindUser, States: []core.CheckpointState{core.CheckpointCaptured}})
 				if err == nil && len(list) == 1 {
 					_ = w.DeleteCheckpoint(t.Context(), w.project, list[0].ID) // refused, or it is not that one
 				}

@@ -34,7 +34,7 @@ func (w *world) begin(files blob.Blobs, id core.CheckpointID) *runnertest.Upload
 
 func (w *world) get(id core.CheckpointID) controller.Checkpoint {
 	w.t.Helper()
-	cp, err := w.Checkpoint(w.t.Context(), w.project, id)
+	cp, err := w.Tree.Checkpoint(w.t.Context(), w.project, id)
 	if err != nil {
 		w.t.Fatal(err)
 	}

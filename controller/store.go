@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"encoding/json"
 	"log/slog"
 	"time"
 
@@ -192,44 +191,12 @@ type SandboxTx interface {
 	ResealsByOperation(ctx context.Context, op core.OperationID, workspaces []core.WorkspaceID) ([]ResealRecord, error)
 }
 
-// CheckpointFilter selects checkpoints; zero fields do not filter. Newest first unless OldestFirst.
-type CheckpointFilter struct {
-	Page
-	Name        string
-	IDSuffix    string
-	States      []core.CheckpointState
-	Kind        CheckpointKind
-	Labels      map[string]*string
-	WorkspaceID core.WorkspaceID
-	Parent      core.CheckpointID
-	OldestFirst bool
-	Ancestors   bool // deleted ones too, while they are somebody's ancestor
-}
-
-// CheckpointPatch changes what a user may change. Version 0 does not compare.
-type CheckpointPatch struct {
-	Version     int64
-	Name        *string                    // empty removes
-	Labels      map[string]*string         // nil removes
-	Annotations map[string]json.RawMessage // null removes
-	Pinned      *bool
-}
-
-// TreePage bounds a tree: at most Limit nodes after the one at (AfterDepth, After), at most MaxDepth generations below the
-// root of the question (negative: all).
-type TreePage struct {
-	Page
-	AfterDepth int
-	MaxDepth   int
-}
-
 // CheckpointTx keeps the tree.
 type CheckpointTx interface {
 	// HoldCheckpoint makes DeleteCheckpoint of a checkpoint wait until this transaction ends. Call it before reading the checkpoint.
 	HoldCheckpoint(id core.CheckpointID)
 	// Checkpoint does not find pruned checkpoints.
 	Checkpoint(ctx context.Context, id core.CheckpointID) (Checkpoint, error)
-	Checkpoints(ctx context.Context, f CheckpointFilter) ([]Checkpoint, error)
 	// LiveTemplate returns a template of the image and shape. It prefers one on the runner, then a sealed one, unless the template must be
 	// local, then one that is being made on the runner. It fails with NotFound if there is none.
 	LiveTemplate(ctx context.Context, runner Runner, image core.Digest, r core.Resources, local bool) (Checkpoint, error)
@@ -254,10 +221,6 @@ type CheckpointTx interface {
 	DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (Checkpoint, error)
 	// DeleteCheckpoints is DeleteCheckpoint for many. It returns the outcome for each existing one; a refusal of one is no error.
 	DeleteCheckpoints(ctx context.Context, ids []core.CheckpointID, spare bool) ([]Deletion, error)
-	PatchCheckpoint(ctx context.Context, id core.CheckpointID, p CheckpointPatch) (Checkpoint, error)
-	// Lineage returns the path from a checkpoint (after it, when after is set to one of its ancestors) to its root.
-	Lineage(ctx context.Context, id core.CheckpointID, after core.CheckpointID, limit int) ([]Ancestor, error)
-	Tree(ctx context.Context, id core.CheckpointID, p TreePage) ([]TreeNode, error)
 }
 
 // OperationTx keeps operations.

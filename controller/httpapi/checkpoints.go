@@ -65,7 +65,7 @@ func (s *server) ListCheckpoints(ctx context.Context, r api.ListCheckpointsReque
 	if len(f.States) == 0 {
 		f.States = visible
 	}
-	list, err := s.control.Checkpoints(ctx, projectOf(ctx), f)
+	list, err := s.control.Tree.Checkpoints(ctx, projectOf(ctx), f)
 	if err != nil {
 		return nil, err
 	}
@@ -78,7 +78,7 @@ func (s *server) ListWorkspaceCheckpoints(ctx context.Context, r api.ListWorkspa
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Checkpoints(ctx, projectOf(ctx), controller.CheckpointFilter{Page: p, WorkspaceID: core.WorkspaceID(r.WorkspaceID), States: visible})
+	list, err := s.control.Tree.Checkpoints(ctx, projectOf(ctx), controller.CheckpointFilter{Page: p, WorkspaceID: core.WorkspaceID(r.WorkspaceID), States: visible})
 	if err != nil {
 		return nil, err
 	}
@@ -88,7 +88,7 @@ func (s *server) ListWorkspaceCheckpoints(ctx context.Context, r api.ListWorkspa
 // GetCheckpoint serves GET /v1/checkpoints/{id}.
 func (s *server) GetCheckpoint(ctx context.Context, r api.GetCheckpointRequestObject) (api.GetCheckpointResponseObject, error) {
 	id := core.CheckpointID(r.CheckpointID)
-	cp, err := s.control.Checkpoint(ctx, projectOf(ctx), id)
+	cp, err := s.control.Tree.Checkpoint(ctx, projectOf(ctx), id)
 	if err == nil && r.Params.Wait == api.WaitSealed {
 		cp, err = s.control.SealedCheckpoint(ctx, projectOf(ctx), id, controller.DefaultWait)
 	}
@@ -108,7 +108,7 @@ func (s *server) PatchCheckpoint(ctx context.Context, r api.PatchCheckpointReque
 	if err != nil {
 		return nil, err
 	}
-	cp, err := s.control.PatchCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID),
+	cp, err := s.control.Tree.Patch(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID),
 		controller.CheckpointPatch{Version: r.Body.Version, Name: r.Body.Name, Labels: labels, Annotations: annotations, Pinned: r.Body.Pinned})
 	if err != nil {
 		return nil, err
@@ -161,7 +161,7 @@ func (s *server) GetLineage(ctx context.Context, r api.GetLineageRequestObject) 
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Lineage(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), p)
+	list, err := s.control.Tree.Lineage(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), p)
 	if err != nil {
 		return nil, err
 	}
@@ -175,7 +175,7 @@ func (s *server) ListChildren(ctx context.Context, r api.ListChildrenRequestObje
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Children(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), p)
+	list, err := s.control.Tree.Children(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), p)
 	if err != nil {
 		return nil, err
 	}
@@ -196,7 +196,7 @@ func (s *server) GetTree(ctx context.Context, r api.GetTreeRequestObject) (api.G
 	if r.Params.Depth != nil {
 		tp.MaxDepth = *r.Params.Depth
 	}
-	nodes, err := s.control.Tree(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), tp)
+	nodes, err := s.control.Tree.Subtree(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), tp)
 	if err != nil {
 		return nil, err
 	}

@@ -35,7 +35,7 @@ func (s *server) DiffCheckpoints(ctx context.Context, r api.DiffCheckpointsReque
 	if r.Params.Limit != nil {
 		p.Limit = *r.Params.Limit
 	}
-	d, err := s.control.DiffCheckpoints(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), core.CheckpointID(r.Params.To), p)
+	d, err := s.control.Tree.Diff(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), core.CheckpointID(r.Params.To), p)
 	if err != nil {
 		return nil, err
 	}

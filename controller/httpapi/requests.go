@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
@@ -97,8 +98,8 @@ func annotationsIn(m map[string]any) (map[string]json.RawMessage, error) {
 		}
 		out[k] = b
 	}
-	if n := controller.SizeOf(out); n > controller.MaxAnnotations {
-		return nil, invalid("annotations", fmt.Sprintf("they are %d bytes as JSON; at most %d are kept", n, controller.MaxAnnotations))
+	if n := tree.SizeOf(out); n > tree.MaxAnnotations {
+		return nil, invalid("annotations", fmt.Sprintf("they are %d bytes as JSON; at most %d are kept", n, tree.MaxAnnotations))
 	}
 	return out, nil
 }

@@ -79,7 +79,7 @@ func TestSealing(t *testing.T) {
 			for _, held := range w.runner.Checkpoints() {
 				if held != id && string(held) != ws.ParentCheckpointID {
 					_ = w.runner.Seal(t.Context(), sealer{w}, w.blobs, 1, held) // it may be captured, and not be recorded yet
-					if got, err := w.control.Checkpoint(t.Context(), project.ID, held); err == nil && got.State == core.CheckpointSealed {
+					if got, err := w.control.Tree.Checkpoint(t.Context(), project.ID, held); err == nil && got.State == core.CheckpointSealed {
 						return
 					}
 				}

@@ -25,6 +25,9 @@ func System() Scope { return Scope{"system"} }
 // String gives the value of the database setting that carries the scope.
 func (s Scope) String() string { return s.name }
 
+// MaxLabels bounds the labels of one object.
+const MaxLabels = 64
+
 // Project is a tenant.
 type Project struct {
 	ID        core.ProjectID

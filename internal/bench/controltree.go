@@ -41,7 +41,7 @@ func (w *world) measureTree(ctx context.Context, cfg controlConfig, r *controlRe
 	}
 	deepest := fmt.Sprintf("ckpt_%013d%013d", cfg.deep, 0)
 	defer http.DefaultClient.CloseIdleConnections()
-	root, err := w.control.Checkpoint(ctx, w.project, core.CheckpointID(deepest))
+	root, err := w.control.Tree.Checkpoint(ctx, w.project, core.CheckpointID(deepest))
 	if err != nil {
 		return err
 	}
