@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -75,7 +76,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 	if p.source != nil {
 		tree, captured = p.source.Tree, p.source.Address
 	}
-	addresses, err := addressesFor(ctx, tx, tree, p.runners, captured)
+	addresses, err := identity.Addresses(ctx, tx, tree, p.runners, captured)
 	if err != nil {
 		return nil, err
 	}
@@ -86,13 +87,13 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		if name == "" {
 			w.Name = "ws-" + core.Short(w.ID)
 		}
-		identity, err := newIdentity(hostnameOf(w.Name, p.attempt == 0), addresses[i])
+		id, err := identity.New(identity.Hostname(w.Name, p.attempt == 0), addresses[i])
 		if err != nil {
 			return nil, err
 		}
 		w.Sandbox = Sandbox{
 			ID: core.NewID[core.SandboxID](), ProjectID: p.project, WorkspaceID: w.ID, Epoch: 1, RunnerID: p.runners[i].Info.RunnerID,
-			Endpoint: p.runners[i].Endpoint, Resources: w.Resources, Identity: identity,
+			Endpoint: p.runners[i].Endpoint, Resources: w.Resources, Identity: id,
 			EgressKey: p.runners[i].Info.EgressKey, EgressURL: p.runners[i].Info.EgressURL, Tree: tree,
 		}
 		list[i], sandboxes[i] = w, w.Sandbox

@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/retention"
@@ -155,6 +156,7 @@ type (
 	EventFilter     = events.Filter
 	EventMarks      = events.Marks
 	EventTail       = events.Tail
+	AddressesWanted = identity.AddressesWanted
 	Bootstrap       = tenancy.Bootstrap
 	QuotasPatch     = tenancy.QuotasPatch
 	QuotaUsage      = tenancy.QuotaUsage

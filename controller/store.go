@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/controller/tenancy"
@@ -70,6 +71,7 @@ type Tx interface {
 	CheckpointTx
 	OperationTx
 	request.Tx
+	identity.Tx
 	idle.CheckTx
 	SessionTx
 	PortTx
@@ -165,8 +167,6 @@ type WorkspaceTx interface {
 
 // SandboxTx keeps the VM instances and the reports of their reseals.
 type SandboxTx interface {
-	// FreeAddresses returns a random address for each named runner, all different. It fails with CAPACITY if hardly any is free.
-	FreeAddresses(ctx context.Context, w AddressesWanted) ([]string, error)
 	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like all methods here without an error, its statement is sent to the
 	// database with the next one, or before the commit.
 	InsertSandboxes(list []Sandbox)

@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 
+	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -36,17 +37,17 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 	if w.Sandbox.ID != "" {
 		old = w.Sandbox.Identity.IP.String()
 	}
-	addresses, err := addressesFor(ctx, tx, source.Tree, []Runner{runner}, source.Address, old)
+	addresses, err := identity.Addresses(ctx, tx, source.Tree, []Runner{runner}, source.Address, old)
 	if err != nil {
 		return Sandbox{}, err
 	}
-	identity, err := newIdentity(hostnameOf(w.Name, plain), addresses[0])
+	id, err := identity.New(identity.Hostname(w.Name, plain), addresses[0])
 	if err != nil {
 		return Sandbox{}, err
 	}
 	next := Sandbox{
 		ID: core.NewID[core.SandboxID](), ProjectID: w.ProjectID, WorkspaceID: w.ID, Epoch: w.Epoch + 1, RunnerID: runner.Info.RunnerID,
-		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL, Tree: source.Tree,
+		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: id, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL, Tree: source.Tree,
 	}
 	tx.InsertSandboxes([]Sandbox{next})
 	return next, c.occupy(ctx, tx, runner)

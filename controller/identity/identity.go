@@ -1,4 +1,6 @@
-package controller
+// Package identity makes the identities of new sandboxes: the ids of a machine, its hardware address,
+// its hostname, and an address that no other sandbox of its runner or tree has.
+package identity
 
 import (
 	"context"
@@ -8,12 +10,13 @@ import (
 	"net"
 	"net/netip"
 
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 )
 
-// newIdentity makes the identity of a sandbox, with values that no other sandbox has. Only the address comes from a pool. Unique
+// New makes the identity of a sandbox, with values that no other sandbox has. Only the address comes from a pool. Unique
 // indexes of the database reject what is taken.
-func newIdentity(hostname, address string) (core.Identity, error) {
+func New(hostname, address string) (core.Identity, error) {
 	ip, err := netip.ParseAddr(address)
 	if err != nil {
 		return core.Identity{}, fmt.Errorf("address of a sandbox: %w", err)
@@ -39,9 +42,15 @@ type AddressesWanted struct {
 	Except  []string        // addresses that none of them may have
 }
 
-// addressesFor draws an address for each runner, for sandboxes of a tree. It never draws the addresses in except: they may be free, but a
+// Tx draws addresses.
+type Tx interface {
+	// FreeAddresses returns a random address for each named runner, all different. It fails with CAPACITY if hardly any is free.
+	FreeAddresses(ctx context.Context, w AddressesWanted) ([]string, error)
+}
+
+// Addresses draws an address for each runner, for sandboxes of a tree. It never draws the addresses in except: they may be free, but a
 // guest would confuse them with its own old address.
-func addressesFor(ctx context.Context, tx Tx, tree string, runners []Runner, except ...string) ([]string, error) {
+func Addresses(ctx context.Context, tx Tx, tree string, runners []model.Runner, except ...string) ([]string, error) {
 	ids := make([]core.RunnerID, len(runners))
 	for i, r := range runners {
 		ids[i] = r.Info.RunnerID
@@ -51,9 +60,9 @@ func addressesFor(ctx context.Context, tx Tx, tree string, runners []Runner, exc
 
 const maxLabel = 63
 
-// hostnameOf is the workspace's name or, if another sandbox has this hostname, the name with a random suffix. The other sandbox is one that
+// Hostname is the workspace's name or, if another sandbox has this hostname, the name with a random suffix. The other sandbox is one that
 // a restore is about to replace, or one that got this hostname earlier as a name with a suffix.
-func hostnameOf(name string, plain bool) string {
+func Hostname(name string, plain bool) string {
 	if plain {
 		return name
 	}
