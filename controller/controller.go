@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/idle"
+	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -175,6 +176,7 @@ type Controller struct {
 	grants    *grants.Manager
 	guests    *guestclient.Client
 	idle      *idle.Keeper
+	ports     *ports.Forwarder
 
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then

@@ -12,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -33,6 +34,7 @@ type AllTx interface {
 	flows.Tx
 	grants.Tx
 	idle.Tx
+	ports.Tx
 	retention.Tx
 	sealing.Tx
 	secretstore.Tx
@@ -130,7 +132,15 @@ func (c *Controller) makeParts() {
 		},
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
 	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
+	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.repeated, Log: c.log}, partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
+}
+
+// Ports returns the forwarded ports of workspaces.
+func (c *Controller) Ports() *ports.Forwarder { return c.ports }
+
+func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id core.WorkspaceID, s Sandbox) {
+	c.ports.Reopen(ctx, project, id, s)
 }
 
 // whileIdle is a condition of an operation: the workspace is still idle.
@@ -201,6 +211,9 @@ type (
 
 // MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.
 const MaxStoreParts = storecheck.MaxParts
+
+// MaxWorkspacePorts bounds the forwarded ports of one workspace.
+const MaxWorkspacePorts = ports.MaxPerWorkspace
 
 // The bounds of sessions, and the state of a session that has ended.
 const (

@@ -29,7 +29,7 @@ func TestPortsUnderRace(t *testing.T) {
 	for i := range racers {
 		c := []*controller.Controller{w.Controller, second}[i%2]
 		group.Go(func() error {
-			_, err := c.OpenPort(t.Context(), w.project, list[i/2%2].ID, 80, netip.AddrPort{})
+			_, err := c.Ports().Open(t.Context(), w.project, list[i/2%2].ID, 80, netip.AddrPort{})
 			switch core.CodeOf(err) {
 			case "":
 				admitted.Add(1)
@@ -47,9 +47,9 @@ func TestPortsUnderRace(t *testing.T) {
 	if admitted.Load() != room || refused.Load() != racers-room || w.usage().Ports != room {
 		t.Errorf("%d admitted, %d refused, usage %+v", admitted.Load(), refused.Load(), w.usage())
 	}
-	_, err := w.OpenPort(t.Context(), w.project, list[0].ID, 80, netip.AddrPort{})
+	_, err := w.Ports().Open(t.Context(), w.project, list[0].ID, 80, netip.AddrPort{})
 	wantQuota(t, err, "ports", room, room)
-	left, err := w.Ports(t.Context(), w.project, list[0].ID)
+	left, err := w.Ports().List(t.Context(), w.project, list[0].ID)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -59,7 +59,7 @@ func TestPortsUnderRace(t *testing.T) {
 	if u := w.usage(); u.Ports != int64(len(left)) {
 		t.Errorf("a workspace has ended and the project has %d ports, want %d", u.Ports, len(left))
 	}
-	if err := w.ClosePort(t.Context(), w.project, list[0].ID, left[0].ID); err != nil {
+	if err := w.Ports().Close(t.Context(), w.project, list[0].ID, left[0].ID); err != nil {
 		t.Fatal(err)
 	}
 	if u := w.usage(); u.Ports != int64(len(left)-1) {
@@ -73,11 +73,11 @@ func TestPortsOfAWorkspace(t *testing.T) {
 	w := newWorld(t)
 	ws := w.create("main")
 	for range controller.MaxWorkspacePorts {
-		if p, err := w.OpenPort(t.Context(), w.project, ws.ID, 80, netip.AddrPortFrom(netip.Addr{}, 0)); err != nil || !strings.HasPrefix(p.Listen, "127.0.0.1:") {
+		if p, err := w.Ports().Open(t.Context(), w.project, ws.ID, 80, netip.AddrPortFrom(netip.Addr{}, 0)); err != nil || !strings.HasPrefix(p.Listen, "127.0.0.1:") {
 			t.Fatalf("%+v, %v", p, err)
 		}
 	}
-	_, err := w.OpenPort(t.Context(), w.project, ws.ID, 80, netip.AddrPort{})
+	_, err := w.Ports().Open(t.Context(), w.project, ws.ID, 80, netip.AddrPort{})
 	wantCode(t, err, core.CodeQuotaExceeded)
 }
 
@@ -90,23 +90,23 @@ func TestAddressOfAPortIsTheRunners(t *testing.T) {
 	var seen []controller.Port
 	w.runner.Hook(func(ctx context.Context, at, _ string) (err error) {
 		if at == runnertest.PointPort && seen == nil {
-			seen, err = w.Ports(ctx, w.project, ws.ID)
+			seen, err = w.Ports().List(ctx, w.project, ws.ID)
 			if err == nil && len(seen) == 1 {
-				if at, confirmErr := w.ConfirmPort(ctx, w.project, ws.ID, seen[0].ID); confirmErr == nil {
+				if at, confirmErr := w.Ports().Confirm(ctx, w.project, ws.ID, seen[0].ID); confirmErr == nil {
 					t.Errorf("%v was confirmed", at)
 				}
 			}
 		}
 		return err
 	})
-	p, err := w.OpenPort(t.Context(), w.project, ws.ID, 80, asked)
+	p, err := w.Ports().Open(t.Context(), w.project, ws.ID, 80, asked)
 	if err != nil || p.Listen != asked.String() {
 		t.Fatalf("%+v, %v", p, err)
 	}
 	if len(seen) != 1 || seen[0].ID != p.ID || seen[0].Listen != "" {
 		t.Errorf("before the runner has answered: %+v", seen)
 	}
-	if got, err := w.ConfirmPort(t.Context(), w.project, ws.ID, p.ID); err != nil || got != asked {
+	if got, err := w.Ports().Confirm(t.Context(), w.project, ws.ID, p.ID); err != nil || got != asked {
 		t.Errorf("confirmed: %v, %v", got, err)
 	}
 	w.runner.Hook(func(_ context.Context, at, _ string) error {
@@ -115,12 +115,12 @@ func TestAddressOfAPortIsTheRunners(t *testing.T) {
 		}
 		return nil
 	})
-	_, err = w.ConfirmPort(t.Context(), w.project, ws.ID, p.ID)
+	_, err = w.Ports().Confirm(t.Context(), w.project, ws.ID, p.ID)
 	wantCode(t, err, core.CodeStateConflict)
 	w.runner.Hook(nil)
 	if _, err := w.Suspend(t.Context(), w.project, ws.ID, wait); err != nil {
 		t.Fatal(err)
 	}
-	_, err = w.ConfirmPort(t.Context(), w.project, ws.ID, p.ID)
+	_, err = w.Ports().Confirm(t.Context(), w.project, ws.ID, p.ID)
 	wantCode(t, err, core.CodeWorkspaceNotReady)
 }

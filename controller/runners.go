@@ -6,6 +6,7 @@ import (
 	"net/http"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -14,6 +15,7 @@ import (
 // then unknown. The call may be repeated, because all calls are idempotent by the ids in them. If a runner refuses a call, the error
 // is the runner's core error. Runners is safe for concurrent use.
 type Runners interface {
+	ports.Runners
 	Images(ctx context.Context, endpoint string) ([]runnerapi.Image, error)
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
 	Fork(ctx context.Context, endpoint string, f runnerapi.Fork) (runnerapi.ForkResult, error)
@@ -22,8 +24,6 @@ type Runners interface {
 	DeleteCheckpoint(ctx context.Context, endpoint string, id core.CheckpointID) error
 	// Diff says what differs between two checkpoints that the runner has, a page at a time.
 	Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error)
-	OpenPort(ctx context.Context, endpoint string, sandbox core.SandboxID, p runnerapi.Port) (runnerapi.Port, error)
-	ClosePort(ctx context.Context, endpoint string, sandbox core.SandboxID, id core.PortID) error
 	// SetEgress replaces what a sandbox may reach. Rules that are older than the present ones change nothing.
 	SetEgress(ctx context.Context, endpoint string, sandbox core.SandboxID, rules runnerapi.EgressRules) error
 	// Console returns the tail of a serial console. The caller closes it.

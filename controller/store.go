@@ -74,7 +74,6 @@ type Tx interface {
 	identity.Tx
 	idle.CheckTx
 	SessionTx
-	PortTx
 	SweepTx
 	FleetTx
 	TrustTx
@@ -247,14 +246,6 @@ type OperationTx interface {
 type SessionTx interface {
 	// MoveSessions moves the sessions of a suspended epoch of a workspace to the sandbox in which it was resumed.
 	MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error
-}
-
-// PortTx keeps forwarded ports.
-type PortTx interface {
-	InsertPort(ctx context.Context, p Port) (Port, error)
-	UpdatePort(ctx context.Context, id core.PortID, listen string) (Port, error)
-	Ports(ctx context.Context, id core.WorkspaceID) ([]Port, error)
-	DeletePort(ctx context.Context, workspace core.WorkspaceID, id core.PortID) error
 }
 
 // SweepTx removes old rows and makes partitions.

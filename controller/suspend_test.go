@@ -44,7 +44,7 @@ func TestSuspendAndResume(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	port, err := w.OpenPort(ctx, w.project, ws.ID, 80, netip.MustParseAddrPort("127.0.0.1:0"))
+	port, err := w.Ports().Open(ctx, w.project, ws.ID, 80, netip.MustParseAddrPort("127.0.0.1:0"))
 	if err != nil {
 		t.Fatal(err)
 	}

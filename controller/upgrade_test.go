@@ -49,7 +49,7 @@ func TestUpgradeOrder(t *testing.T) {
 	}
 	w.mustAllow(ws.ID, "a.example", "b.example")
 	w.wantRules(ws.ID, "a.example", "b.example")
-	if _, err := w.OpenPort(t.Context(), w.project, ws.ID, 80, netip.MustParseAddrPort("127.0.0.1:0")); err != nil {
+	if _, err := w.Ports().Open(t.Context(), w.project, ws.ID, 80, netip.MustParseAddrPort("127.0.0.1:0")); err != nil {
 		t.Errorf("port: %v", err)
 	}
 	_, err = w.CreateCheckpoint(t.Context(), w.project, ws.ID, controller.CheckpointRequest{}, wait)

@@ -281,7 +281,7 @@ func TestPortsFollowARestore(t *testing.T) {
 	w := newWorld(t)
 	ws := w.create("main")
 	cp := w.checkpoint(ws.ID)
-	p, err := w.OpenPort(t.Context(), w.project, ws.ID, 80, netip.MustParseAddrPort("127.0.0.1:0"))
+	p, err := w.Ports().Open(t.Context(), w.project, ws.ID, 80, netip.MustParseAddrPort("127.0.0.1:0"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -294,7 +294,7 @@ func TestPortsFollowARestore(t *testing.T) {
 		t.Errorf("after the restore: %+v, it was %+v", held, p)
 	}
 	child := w.fork(cp.ID, 1)[0]
-	if list, err := w.Ports(t.Context(), w.project, child.ID); err != nil || len(list) != 0 {
+	if list, err := w.Ports().List(t.Context(), w.project, child.ID); err != nil || len(list) != 0 {
 		t.Errorf("a fork has inherited ports: %+v, %v", list, err)
 	}
 	w.runner.Hook(func(_ context.Context, at, _ string) error {
@@ -303,9 +303,9 @@ func TestPortsFollowARestore(t *testing.T) {
 		}
 		return nil
 	})
-	_, err = w.OpenPort(t.Context(), w.project, ws.ID, 81, netip.MustParseAddrPort("127.0.0.1:1"))
+	_, err = w.Ports().Open(t.Context(), w.project, ws.ID, 81, netip.MustParseAddrPort("127.0.0.1:1"))
 	wantCode(t, err, core.CodeStateConflict)
-	if list, err := w.Ports(t.Context(), w.project, ws.ID); err != nil || len(list) != 1 {
+	if list, err := w.Ports().List(t.Context(), w.project, ws.ID); err != nil || len(list) != 1 {
 		t.Errorf("a port that was not opened is listed: %+v, %v", list, err)
 	}
 }

@@ -152,7 +152,7 @@ func ConfirmPort(ctx context.Context, control *controller.Controller, id core.Ke
 	if err != nil {
 		return "", err
 	}
-	at, err := control.ConfirmPort(ctx, key.ProjectID, ws, port)
+	at, err := control.Ports().Confirm(ctx, key.ProjectID, ws, port)
 	if err != nil {
 		return "", err
 	}

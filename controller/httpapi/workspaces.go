@@ -188,7 +188,7 @@ func (s *server) ListProcesses(ctx context.Context, r api.ListProcessesRequestOb
 
 // ListPorts serves GET /v1/workspaces/{id}/ports.
 func (s *server) ListPorts(ctx context.Context, r api.ListPortsRequestObject) (api.ListPortsResponseObject, error) {
-	list, err := s.control.Ports(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
+	list, err := s.control.Ports().List(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
 	if err != nil {
 		return nil, err
 	}
@@ -201,7 +201,7 @@ func (s *server) CreatePort(ctx context.Context, r api.CreatePortRequestObject) 
 	if err != nil {
 		return nil, err
 	}
-	p, err := s.control.OpenPort(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), r.Body.GuestPort, listen)
+	p, err := s.control.Ports().Open(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), r.Body.GuestPort, listen)
 	if err != nil {
 		return nil, err
 	}
@@ -210,6 +210,6 @@ func (s *server) CreatePort(ctx context.Context, r api.CreatePortRequestObject) 
 
 // DeletePort serves DELETE /v1/workspaces/{id}/ports/{port_id}.
 func (s *server) DeletePort(ctx context.Context, r api.DeletePortRequestObject) (api.DeletePortResponseObject, error) {
-	err := s.control.ClosePort(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), core.PortID(r.PortID))
+	err := s.control.Ports().Close(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), core.PortID(r.PortID))
 	return api.DeletePort204Response{}, err
 }
