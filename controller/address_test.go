@@ -231,7 +231,7 @@ func TestManyLiveWorkspaces(t *testing.T) {
 		roots = append(roots, cp.ID)
 	}
 	for range runners - 1 {
-		if _, err := runnertest.Start(t, runnertest.Config{Store: files, Capacity: room}).Announce(t.Context(), w); err != nil {
+		if _, err := runnertest.Start(t, runnertest.Config{Store: files, Capacity: room}).Announce(t.Context(), w.Fleet()); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -29,16 +29,6 @@ func (c *Controller) certify(id core.RunnerID, request []byte) ([]byte, error) {
 	return c.countersigner.Certify(id, request)
 }
 
-// certified is certify for an answer that must not fail, because the changes that it reports are committed. The runner asks again.
-func (c *Controller) certified(ctx context.Context, id core.RunnerID, request []byte) []byte {
-	certificate, err := c.certify(id, request)
-	if err != nil {
-		c.log.ErrorContext(ctx, "the attestation key of a runner was not certified", "runner_id", id, "err", err)
-		return nil
-	}
-	return certificate
-}
-
 // accept compares a runner's signed report of a child with the request for it, and countersigns it. A child without one is refused.
 func (c *Controller) accept(plan *forkPlan, child Workspace, asked runnerapi.Child, got runnerapi.ChildResult) ([]byte, error) {
 	signed, err := c.countersigned(plan.source, child, asked, got)

@@ -215,7 +215,7 @@ func TestRemovedRunner(t *testing.T) {
 	}()
 	<-g.reached
 	count := w.number(`SELECT count(*) FROM attestations`)
-	if err := w.RemoveRunner(t.Context(), w.runner.ID(), true); err != nil {
+	if err := w.Fleet().Remove(t.Context(), w.runner.ID(), true); err != nil {
 		t.Fatal(err)
 	}
 	close(g.open)
@@ -263,18 +263,18 @@ func TestRunnerCertificate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), AttestationRequest: request})
+	out, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), AttestationRequest: request})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := w.runner.Certify("test", out.AttestationCertificate); err != nil {
 		t.Error(err)
 	}
-	out, err = w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), AttestationRequest: []byte("x")})
+	out, err = w.Fleet().Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), AttestationRequest: []byte("x")})
 	if err != nil || out.AttestationCertificate != nil || out.TTLSeconds == 0 {
 		t.Errorf("a request that is none is answered with %+v, %v", out, err)
 	}
-	_, err = w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch + 1, Info: w.runner.Info(), AttestationRequest: request})
+	_, err = w.Fleet().Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch + 1, Info: w.runner.Info(), AttestationRequest: request})
 	if err == nil {
 		t.Error("one without the lease is certified")
 	}

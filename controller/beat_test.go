@@ -16,10 +16,10 @@ func TestBeatSentTwice(t *testing.T) {
 	w.beat()
 	old := w.runner.NextBeat(w.epoch)
 	ws := w.create("main")
-	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), old); err != nil {
+	if _, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), old); err != nil {
 		t.Fatal(err)
 	}
-	_, err := w.Heartbeat(t.Context(), w.runner.ID(), old)
+	_, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), old)
 	wantCode(t, err, core.CodeHeartbeatStale)
 	if got := w.state(ws.ID); got != core.WorkspaceReady {
 		t.Errorf("after a repeated heartbeat the workspace is %s", got)
@@ -37,7 +37,7 @@ func TestBeatsAreNotAudited(t *testing.T) {
 		beat := w.runner.NextBeat(w.epoch)
 		beat.DataLog = "log"
 		beat.DataWrites = []runnerapi.DataWrite{{Number: n + 1, RequestID: "a", SandboxID: ws.Sandbox.ID, KeyID: key, Path: "/a", At: time.Now()}}
-		out, err := w.Heartbeat(t.Context(), w.runner.ID(), beat)
+		out, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), beat)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -59,17 +59,17 @@ func TestBeatNumbers(t *testing.T) {
 		{Number: -1}, {Number: 1 << 54}, {Number: 1, Answered: -1}, {Number: 2, Answered: 2},
 	} {
 		h.LeaseEpoch, h.Info = w.epoch, w.runner.Info()
-		_, err := w.Heartbeat(t.Context(), w.runner.ID(), h)
+		_, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), h)
 		wantCode(t, err, core.CodeInvalidField)
 	}
-	_, err := w.Beat(t.Context(), w.runner.ID(), runnerapi.Beat{Heartbeat: runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info()}})
+	_, err := w.Fleet().Beat(t.Context(), w.runner.ID(), runnerapi.Beat{Heartbeat: runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info()}})
 	wantCode(t, err, core.CodeInvalidField)
 	reg := runnerapi.Register{Info: w.runner.Info(), Endpoint: w.runner.Endpoint(), LeaseEpoch: 1<<63 - 1}
-	if out, err := w.RegisterRunner(t.Context(), reg); err != nil || out.LeaseEpoch != 1<<53+1 {
+	if out, err := w.Fleet().Register(t.Context(), reg); err != nil || out.LeaseEpoch != 1<<53+1 {
 		t.Errorf("%+v, %v", out, err)
 	}
 	reg.LeaseEpoch = 0
-	if out, err := w.RegisterRunner(t.Context(), reg); err != nil || out.LeaseEpoch != 1<<53+2 {
+	if out, err := w.Fleet().Register(t.Context(), reg); err != nil || out.LeaseEpoch != 1<<53+2 {
 		t.Errorf("%+v, %v", out, err)
 	}
 }
@@ -95,14 +95,14 @@ func TestOldControllerBetween(t *testing.T) {
 	}
 	const byOld = `UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + interval '1 hour'`
 	w.sql(byOld)
-	if out, err := w.Beat(t.Context(), w.runner.ID(), differences(w.runner.NextBeat(w.epoch))); err != nil || !out.AllSandboxes || !out.AllCheckpoints {
+	if out, err := w.Fleet().Beat(t.Context(), w.runner.ID(), differences(w.runner.NextBeat(w.epoch))); err != nil || !out.AllSandboxes || !out.AllCheckpoints {
 		t.Errorf("differences to what an older controller has not seen: %+v, %v", out, err)
 	}
 	w.beat()
 	w.sql(byOld)
 	missing := w.runner.NextBeat(w.epoch)
 	missing.Sandboxes = nil
-	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), missing); err != nil {
+	if _, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), missing); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.state(ws.ID); got != core.WorkspaceReady {
@@ -121,7 +121,7 @@ func TestOldRunner(t *testing.T) {
 		want  core.WorkspaceState
 	}{{"59 s", core.WorkspaceReady}, {"61 s", core.WorkspaceLost}} {
 		w.sql(`UPDATE workspaces SET ready_at = (SELECT heartbeat_at FROM runners) - $1::interval`, c.ready)
-		if _, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info()}); err != nil {
+		if _, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info()}); err != nil {
 			t.Fatal(err)
 		}
 		if got := w.state(ws.ID); got != c.want {
@@ -138,7 +138,7 @@ func TestAnsweredAhead(t *testing.T) {
 		w.beat()
 	}
 	w.sql(`UPDATE runners SET beat = 2`)
-	_, err := w.Heartbeat(t.Context(), w.runner.ID(), w.runner.NextBeat(w.epoch))
+	_, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), w.runner.NextBeat(w.epoch))
 	wantCode(t, err, core.CodeStateConflict)
 	w.register()
 	w.beat()
@@ -153,7 +153,7 @@ func TestUseInDifferences(t *testing.T) {
 	w.sql(`DELETE FROM workspace_uses`)
 	b := differences(w.runner.NextBeat(w.epoch))
 	b.DataUsed = []core.WorkspaceID{ws.ID}
-	if out, err := w.Beat(t.Context(), w.runner.ID(), b); err != nil || out.AllSandboxes {
+	if out, err := w.Fleet().Beat(t.Context(), w.runner.ID(), b); err != nil || out.AllSandboxes {
 		t.Fatalf("%+v, %v", out, err)
 	}
 	eventually(t, "the use is recorded", func() bool {
@@ -179,7 +179,7 @@ func TestOneListAgain(t *testing.T) {
 		h := w.runner.NextBeat(w.epoch)
 		b := differences(h)
 		change(&b)
-		out, err := w.Beat(t.Context(), w.runner.ID(), b)
+		out, err := w.Fleet().Beat(t.Context(), w.runner.ID(), b)
 		if err != nil || out.AllSandboxes != sandboxes || out.AllCheckpoints != checkpoints {
 			t.Errorf("asked for all sandboxes: %v, want %v; for all checkpoints: %v, want %v (%v)", out.AllSandboxes, sandboxes, out.AllCheckpoints, checkpoints, err)
 		}
@@ -232,17 +232,17 @@ func TestEpochGivenTwice(t *testing.T) {
 	w.sql(`UPDATE runners SET lease_epoch = lease_epoch - 1 WHERE lease_epoch = $1`, w.epoch)
 	info := w.runner.Info()
 	info.StartedAt = info.StartedAt.Add(time.Microsecond)
-	out, err := w.RegisterRunner(t.Context(), runnerapi.Register{Info: info, Endpoint: w.runner.Endpoint()})
+	out, err := w.Fleet().Register(t.Context(), runnerapi.Register{Info: info, Endpoint: w.runner.Endpoint()})
 	if err != nil || out.LeaseEpoch != w.epoch {
 		t.Fatalf("%+v, %v", out, err)
 	}
-	_, err = w.Heartbeat(t.Context(), w.runner.ID(), late)
+	_, err = w.Fleet().Heartbeat(t.Context(), w.runner.ID(), late)
 	wantCode(t, err, core.CodeRunnerLost)
 	if got := w.state(ws.ID); got != core.WorkspaceReady {
 		t.Errorf("the workspace is %s", got)
 	}
 	w.sql(`UPDATE runners SET lease_epoch = lease_epoch + 1`) // the same with an epoch that is known to be over
-	_, err = w.Heartbeat(t.Context(), w.runner.ID(), late)
+	_, err = w.Fleet().Heartbeat(t.Context(), w.runner.ID(), late)
 	wantCode(t, err, core.CodeRunnerLost)
 }
 
@@ -252,7 +252,7 @@ func TestEpochAhead(t *testing.T) {
 	w := newWorld(t)
 	ws := w.create("main")
 	w.sql(`UPDATE runners SET lease_epoch = 1, started_at = started_at - interval '1 hour'`)
-	_, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch + 1, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes()})
+	_, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch + 1, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes()})
 	wantCode(t, err, core.CodeStateConflict)
 	w.register()
 	w.beat()

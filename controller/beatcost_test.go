@@ -130,10 +130,10 @@ func TestBeatCost(t *testing.T) {
 		var out runnerapi.Heartbeated
 		var err error
 		if whole {
-			out, err = c.Heartbeat(t.Context(), w.runner.ID(), b)
+			out, err = c.Fleet().Heartbeat(t.Context(), w.runner.ID(), b)
 		} else {
 			body = m.Differences
-			out, err = c.Beat(t.Context(), w.runner.ID(), *m.Differences)
+			out, err = c.Fleet().Beat(t.Context(), w.runner.ID(), *m.Differences)
 		}
 		if err != nil || out.AllSandboxes || out.AllCheckpoints || len(out.DropSandboxes)+len(out.DropCheckpoints)+len(out.StrayCheckpoints)+len(out.Unsettled) > 0 {
 			t.Fatalf("%+v, %v", out, err)

@@ -39,9 +39,9 @@ func (s *beatStorm) arrive(m beats.Message) (out runnerapi.Heartbeated, ok bool)
 	c := s.controllers[s.rnd.IntN(len(s.controllers))]
 	var err error
 	if m.Differences != nil {
-		out, err = c.Beat(s.t.Context(), s.runner.ID(), *m.Differences)
+		out, err = c.Fleet().Beat(s.t.Context(), s.runner.ID(), *m.Differences)
 	} else {
-		out, err = c.Heartbeat(s.t.Context(), s.runner.ID(), m.Whole)
+		out, err = c.Fleet().Heartbeat(s.t.Context(), s.runner.ID(), m.Whole)
 	}
 	n := m.Whole.Number
 	if n <= s.newest {

@@ -72,7 +72,7 @@ func (c *Controller) reconcileLoop(ctx context.Context) {
 		if err := c.terminateAll(ctx, "termination resumed", Tx.OrphanedTerminations); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "half terminated workspaces were not ended", "err", err)
 		}
-		if err := c.fence(ctx); err != nil && ctx.Err() == nil {
+		if err := c.fleet.Fence(ctx); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "silent runners were not given up", "err", err)
 		}
 	})

@@ -130,7 +130,7 @@ func TestClassChangesMeanwhile(t *testing.T) {
 			return nil
 		}
 		w.runner.SetClass(other)
-		if _, err := w.runner.Announce(ctx, w); err != nil {
+		if _, err := w.runner.Announce(ctx, w.Fleet()); err != nil {
 			return err
 		}
 		return core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "its vmm is another")

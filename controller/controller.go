@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/events"
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
@@ -167,9 +168,7 @@ type Controller struct {
 	metrics   *metrics
 	journal   *flows.Journal
 	limits    *limiter
-	images    imageAsks
 	admission admission
-	samples   samples
 	marks     sweep.Marks
 	secrets   *secretstore.Keeper
 	dataKeys  *datakeys.Keeper
@@ -177,6 +176,7 @@ type Controller struct {
 	guests    *guestclient.Client
 	idle      *idle.Keeper
 	ports     *ports.Forwarder
+	fleet     *fleet.Fleet
 
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then

@@ -28,7 +28,7 @@ func TestDataPlaneUse(t *testing.T) {
 	foreign := core.NewID[core.WorkspaceID]()
 	beat := w.runner.NextBeat(w.epoch)
 	beat.DataUsed, beat.DataKeys = []core.WorkspaceID{mine.ID, foreign}, []core.KeyID{core.NewID[core.KeyID]()}
-	out, err := w.Heartbeat(t.Context(), w.runner.ID(), beat)
+	out, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), beat)
 	if err != nil || len(out.EndedKeys) != 0 {
 		t.Fatalf("%+v, %v", out, err)
 	}

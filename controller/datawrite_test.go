@@ -44,7 +44,7 @@ func TestWritesByPassAreRecordedOnce(t *testing.T) {
 	} {
 		beat := w.runner.NextBeat(w.epoch)
 		beat.DataLog, beat.DataWrites = c.log, c.told
-		if _, err := w.Heartbeat(t.Context(), w.runner.ID(), beat); err != nil {
+		if _, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), beat); err != nil {
 			t.Fatal(err)
 		}
 		total += c.fresh
@@ -67,7 +67,7 @@ func TestTooManyWritesAreNotLost(t *testing.T) {
 	}
 	total := 0
 	for len(list) > 0 {
-		out, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{
+		out, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{
 			LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), DataLog: "one", DataWrites: list,
 		})
 		if err != nil {

@@ -32,7 +32,7 @@ func TestDiffNeedsOneRunner(t *testing.T) {
 	wantCode(t, diff(), core.CodeRunnerUnreachable)
 	w.runner.Hook(nil)
 	other := runnertest.Start(t, runnertest.Config{ID: core.NewID[core.RunnerID]()})
-	if _, err := other.Announce(t.Context(), w); err != nil {
+	if _, err := other.Announce(t.Context(), w.Fleet()); err != nil {
 		t.Fatal(err)
 	}
 	w.sql(`UPDATE checkpoints SET runner_id = $1 WHERE id = $2`, other.ID(), b.ID)

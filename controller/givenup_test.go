@@ -20,7 +20,7 @@ func TestRestoreOnRunnerGivenUp(t *testing.T) {
 		answered <- err
 	}()
 	<-g.reached
-	if err := w.RemoveRunner(t.Context(), w.runner.ID(), true); err != nil {
+	if err := w.Fleet().Remove(t.Context(), w.runner.ID(), true); err != nil {
 		t.Fatal(err)
 	}
 	close(g.open)

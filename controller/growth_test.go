@@ -110,7 +110,7 @@ func TestFenceReadsInProportion(t *testing.T) {
 		w.crowd(ws, w.checkpoint(ws.ID).ID, runners, each, deep)
 		w.sql(fmt.Sprintf(`UPDATE runners SET lease_expires_at = now() - interval '1 day' WHERE id = ANY (SELECT 'bulk_' || n FROM generate_series(1, %d) n)`, given))
 		got := w.counted(func(w *world) {
-			if err := w.Fence(t.Context()); err != nil {
+			if err := w.Fleet().Fence(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 		})
@@ -156,7 +156,7 @@ func TestNoTableIsReadWhole(t *testing.T) {
 		}},
 		{"fence", func(w *world) {
 			w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 day' WHERE id = 'bulk_1'`)
-			if err := w.Fence(t.Context()); err != nil {
+			if err := w.Fleet().Fence(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 		}},
@@ -252,7 +252,7 @@ func TestMassFence(t *testing.T) {
 	w.crowd(ws, w.checkpoint(ws.ID).ID, runners, each, deep)
 	w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 day' WHERE id LIKE 'bulk%'`)
 	began := time.Now()
-	if err := w.Fence(t.Context()); err != nil {
+	if err := w.Fleet().Fence(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	took := time.Since(began)

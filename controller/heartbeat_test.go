@@ -23,7 +23,7 @@ func TestHeartbeatDropsGarbage(t *testing.T) {
 	beat := w.runner.NextBeat(w.epoch)
 	beat.Sandboxes = append(beat.Sandboxes, runnerapi.Sandbox{ID: stray, State: runnerapi.SandboxReady}, runnerapi.Sandbox{ID: core.NewID[core.SandboxID](), State: runnerapi.SandboxDead})
 	beat.Checkpoints = append(beat.Checkpoints, strayCP)
-	out, err := w.Heartbeat(t.Context(), w.runner.ID(), beat)
+	out, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), beat)
 	if err != nil || len(out.DropSandboxes) != 1 || out.DropSandboxes[0] != stray || len(out.DropCheckpoints) != 0 || len(out.StrayCheckpoints) != 1 || out.StrayCheckpoints[0] != strayCP || out.TTLSeconds <= 0 {
 		t.Errorf("%+v, %v", out, err)
 	}
@@ -151,7 +151,7 @@ func TestNotSettledIsNotLost(t *testing.T) {
 	w := newWorld(t)
 	old := w.runner.NextBeat(w.epoch)
 	ws := w.create("main")
-	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), old); err != nil {
+	if _, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), old); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.state(ws.ID); got != core.WorkspaceReady {
@@ -159,7 +159,7 @@ func TestNotSettledIsNotLost(t *testing.T) {
 	}
 	missing := w.runner.NextBeat(w.epoch) // the answer was lost
 	missing.Sandboxes = nil
-	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), missing); err != nil {
+	if _, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), missing); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.state(ws.ID); got != core.WorkspaceReady {
@@ -167,7 +167,7 @@ func TestNotSettledIsNotLost(t *testing.T) {
 	}
 	next := w.runner.NextBeat(w.epoch)
 	next.Sandboxes, next.Answered = nil, missing.Number
-	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), next); err != nil {
+	if _, err := w.Fleet().Heartbeat(t.Context(), w.runner.ID(), next); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.state(ws.ID); got != core.WorkspaceLost {
@@ -210,7 +210,7 @@ func TestSilentRunner(t *testing.T) {
 		t.Errorf("%+v, %v", got, err)
 	}
 	// A zombie's heartbeat is refused; it registers again and is told to drop what was given up.
-	_, err = w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes()})
+	_, err = w.Fleet().Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes()})
 	wantCode(t, err, core.CodeRunnerLost)
 	w.register()
 	if out := w.beat(); len(out.DropSandboxes) != 1 || out.DropSandboxes[0] != ws.Sandbox.ID {
@@ -250,7 +250,7 @@ func TestRegisterRefusals(t *testing.T) {
 	} {
 		reg := runnerapi.Register{Info: info, Endpoint: "http://x"}
 		c.change(&reg)
-		_, err := w.RegisterRunner(t.Context(), reg)
+		_, err := w.Fleet().Register(t.Context(), reg)
 		if core.CodeOf(err) != c.want {
 			t.Errorf("%s: %v", name, err)
 		}

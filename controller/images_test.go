@@ -228,7 +228,7 @@ func (m *images) count(what string) {
 // join registers a host: as a process that has started, or one that is back.
 func (m *images) join(h *host) {
 	m.t.Helper()
-	got, err := h.Announce(m.t.Context(), m)
+	got, err := h.Announce(m.t.Context(), m.Fleet())
 	if err != nil {
 		m.t.Fatal(err)
 	}
@@ -244,7 +244,7 @@ func (m *images) join(h *host) {
 func (m *images) drain(list ...*host) {
 	m.t.Helper()
 	for _, h := range m.hosts {
-		if _, err := m.DrainRunner(m.t.Context(), h.ID(), slices.Contains(list, h)); err != nil {
+		if _, err := m.Fleet().Drain(m.t.Context(), h.ID(), slices.Contains(list, h)); err != nil {
 			m.t.Fatal(err)
 		}
 	}
@@ -261,7 +261,7 @@ func (m *images) heartbeat(ctx context.Context, h *host) error {
 	}
 	beat := h.NextBeat(epoch)
 	beat.Fetching = fetching
-	out, err := m.Heartbeat(ctx, h.ID(), beat)
+	out, err := m.Fleet().Heartbeat(ctx, h.ID(), beat)
 	if err == nil {
 		h.Obey(beat, out)
 	}

@@ -120,15 +120,19 @@ func TestLateLoss(t *testing.T) {
 	w.consistent()
 }
 
-// TestOnlyDropDeletes keeps calls that destroy something on a runner in drop.go, which looks at the rows first.
+// TestOnlyDropDeletes keeps calls that destroy something on a runner in fleet/drop.go, which looks at the rows first.
 func TestOnlyDropDeletes(t *testing.T) {
 	t.Parallel()
-	files, err := filepath.Glob("*.go")
-	if err != nil || len(files) == 0 {
-		t.Fatal(files, err)
+	var files []string
+	for _, pattern := range []string{"*.go", "*/*.go"} {
+		list, err := filepath.Glob(pattern)
+		if err != nil || len(list) == 0 {
+			t.Fatal(list, err)
+		}
+		files = append(files, list...)
 	}
 	for _, file := range files {
-		if strings.HasSuffix(file, "_test.go") || file == "drop.go" {
+		if strings.HasSuffix(file, "_test.go") || file == filepath.Join("fleet", "drop.go") {
 			continue
 		}
 		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, 0)
@@ -145,7 +149,7 @@ func TestOnlyDropDeletes(t *testing.T) {
 				return true
 			}
 			if on, ok := method.X.(*ast.SelectorExpr); ok && on.Sel.Name == "runners" {
-				t.Errorf("%s calls %s of a runner: call drop, dropCheckpoints or takeDown", file, method.Sel.Name)
+				t.Errorf("%s calls %s of a runner: call Drop, DropCheckpoints or TakeDown of package fleet", file, method.Sel.Name)
 			}
 			return true
 		})

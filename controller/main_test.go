@@ -139,7 +139,7 @@ func (w *world) startOn(store controller.Store, cfg controller.Config) (*control
 
 func (w *world) register() {
 	w.t.Helper()
-	got, err := w.runner.Announce(w.t.Context(), w)
+	got, err := w.runner.Announce(w.t.Context(), w.Fleet())
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -151,7 +151,7 @@ func (w *world) beat() runnerapi.Heartbeated {
 	w.t.Helper()
 	beat := w.runner.NextBeat(w.epoch)
 	beat.Fetching = w.fetching
-	out, err := w.Heartbeat(w.t.Context(), w.runner.ID(), beat)
+	out, err := w.Fleet().Heartbeat(w.t.Context(), w.runner.ID(), beat)
 	if err != nil {
 		w.t.Fatal(err)
 	}

@@ -27,6 +27,7 @@ type (
 	IdleAction     = model.IdleAction
 	Rest           = model.Rest
 	Workspace      = model.Workspace
+	EndedWorkspace = model.EndedWorkspace
 	Sandbox        = model.Sandbox
 	CheckpointKind = model.CheckpointKind
 	Checkpoint     = model.Checkpoint

@@ -4,8 +4,10 @@ import (
 	"context"
 	"net/http"
 
+	"github.com/coppice-dev/coppice/controller/cluster"
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/events"
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
@@ -29,8 +31,10 @@ import (
 // that it has declared.
 type AllTx interface {
 	Tx
+	cluster.Tx
 	datakeys.Tx
 	events.Tx
+	fleet.Tx
 	flows.Tx
 	grants.Tx
 	idle.Tx
@@ -132,16 +136,13 @@ func (c *Controller) makeParts() {
 		},
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
 	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
+	c.fleet = newFleet(c)
 	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.repeated, Log: c.log}, partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
 }
 
 // Ports returns the forwarded ports of workspaces.
 func (c *Controller) Ports() *ports.Forwarder { return c.ports }
-
-func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id core.WorkspaceID, s Sandbox) {
-	c.ports.Reopen(ctx, project, id, s)
-}
 
 // whileIdle is a condition of an operation: the workspace is still idle.
 func whileIdle(still idle.Check) func(context.Context, Tx) error {

@@ -33,7 +33,7 @@ func newPool(t testing.TB, options ...option) *pool {
 
 func (p *pool) join() {
 	p.t.Helper()
-	if _, err := p.second.Announce(p.t.Context(), p); err != nil {
+	if _, err := p.second.Announce(p.t.Context(), p.Fleet()); err != nil {
 		p.t.Fatal(err)
 	}
 }
@@ -41,7 +41,7 @@ func (p *pool) join() {
 // drain keeps new sandboxes away from a runner, or not.
 func (p *pool) drain(r *runnertest.Runner, on bool) {
 	p.t.Helper()
-	if got, err := p.DrainRunner(p.t.Context(), r.ID(), on); err != nil || got.Draining != on {
+	if got, err := p.Fleet().Drain(p.t.Context(), r.ID(), on); err != nil || got.Draining != on {
 		p.t.Fatal(got, err)
 	}
 }
@@ -49,7 +49,7 @@ func (p *pool) drain(r *runnertest.Runner, on bool) {
 func (p *pool) beatSecond() runnerapi.Heartbeated {
 	p.t.Helper()
 	beat := p.second.NextBeat(1)
-	out, err := p.Heartbeat(p.t.Context(), p.second.ID(), beat)
+	out, err := p.Fleet().Heartbeat(p.t.Context(), p.second.ID(), beat)
 	if err != nil {
 		p.t.Fatal(err)
 	}

@@ -69,27 +69,3 @@ func (c *Controller) Reseals(ctx context.Context, project core.ProjectID, id cor
 		return tx.Reseals(ctx, id, p)
 	})
 }
-
-// Images lists the images of runners.
-func (c *Controller) Images(ctx context.Context, project core.ProjectID, p Page) ([]Image, error) {
-	if p.After == "" {
-		if err := c.askImages(ctx, false); err != nil {
-			c.log.InfoContext(ctx, "images as they were last known", "err", err)
-		}
-	}
-	return read(ctx, c, InProject(project), func(tx Tx) ([]Image, error) { return tx.Images(ctx, p) })
-}
-
-// DrainRunner keeps new sandboxes away from a runner, or stops doing so. Its present sandboxes stay.
-func (c *Controller) DrainRunner(ctx context.Context, id core.RunnerID, on bool) (Runner, error) {
-	r, err := read(ctx, c, System(), func(tx Tx) (Runner, error) { return tx.DrainRunner(ctx, id, on) })
-	if err == nil {
-		c.log.InfoContext(ctx, "runner drains or not", "runner_id", id, "draining", on)
-	}
-	return r, err
-}
-
-// Runners lists.
-func (c *Controller) Runners(ctx context.Context, project core.ProjectID, p Page) ([]Runner, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) ([]Runner, error) { return tx.Runners(ctx, p) })
-}

@@ -6,6 +6,7 @@ import (
 	"net/http"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -15,13 +16,11 @@ import (
 // then unknown. The call may be repeated, because all calls are idempotent by the ids in them. If a runner refuses a call, the error
 // is the runner's core error. Runners is safe for concurrent use.
 type Runners interface {
+	fleet.Runners
 	ports.Runners
-	Images(ctx context.Context, endpoint string) ([]runnerapi.Image, error)
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
 	Fork(ctx context.Context, endpoint string, f runnerapi.Fork) (runnerapi.ForkResult, error)
 	Capture(ctx context.Context, endpoint string, sandbox core.SandboxID, c runnerapi.Capture) (runnerapi.Checkpoint, error)
-	DeleteSandbox(ctx context.Context, endpoint string, id core.SandboxID) error
-	DeleteCheckpoint(ctx context.Context, endpoint string, id core.CheckpointID) error
 	// Diff says what differs between two checkpoints that the runner has, a page at a time.
 	Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error)
 	// SetEgress replaces what a sandbox may reach. Rules that are older than the present ones change nothing.

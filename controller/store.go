@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/idle"
@@ -61,7 +62,6 @@ type Chore struct {
 // Tx is a transaction with the methods that the use cases of this package need. Reads of absent or foreign rows are NotFound errors that name the object. It is for one goroutine.
 type Tx interface {
 	tenancy.AdmitTx
-	HeartbeatTx
 	WorkspaceTx
 	TTLTx
 	RulesTx
@@ -76,16 +76,6 @@ type Tx interface {
 	SessionTx
 	SweepTx
 	FleetTx
-	TrustTx
-}
-
-// HeartbeatTx is the part of a heartbeat that concerns projects and their keys.
-type HeartbeatTx interface {
-	// EndedKeys returns those of the given keys that are revoked or have expired.
-	EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, error)
-	// InsertDataWrites records writes to files by a runner's data plane. It leaves out writes to sandboxes of other runners, and
-	// writes whose numbers in the runner's log were recorded before.
-	InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error
 }
 
 // WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.
@@ -119,16 +109,6 @@ type ReadyWorkspace struct {
 	Epoch   int64
 	Sandbox core.SandboxID
 	Given   grants.Given // what its runner was told
-}
-
-// EndedWorkspace ends a workspace. To is terminated, failed or lost.
-type EndedWorkspace struct {
-	ID      core.WorkspaceID
-	To      core.WorkspaceState
-	Failure *Failure
-	// Sandbox is the sandbox for which the end was decided. A workspace that has another sandbox by
-	// now goes on. If Sandbox is empty, the workspace ends in any sandbox.
-	Sandbox core.SandboxID
 }
 
 // WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in
@@ -169,13 +149,8 @@ type SandboxTx interface {
 	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like all methods here without an error, its statement is sent to the
 	// database with the next one, or before the commit.
 	InsertSandboxes(list []Sandbox)
-	// Occupied says what is placed on a runner on which this transaction has inserted sandboxes, including these. Until the transaction
-	// ends, no other one can place or end sandboxes there, so the answer stays true.
-	Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error)
 	// Sandboxes returns sandboxes by id, living or not.
 	Sandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
-	// EndedSandboxes returns those of the sandboxes whose rows have ended. They never live again.
-	EndedSandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
 	// WorkspaceSandboxes returns the living sandboxes of a workspace.
 	WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]Sandbox, error)
 	EndSandboxes(ctx context.Context, ids []core.SandboxID) error
@@ -203,9 +178,6 @@ type CheckpointTx interface {
 	Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Stored, error)
 	// Peers returns the runners with a lease that hold a checkpoint, its parent or its root, nearest first, at most runnerapi.MaxPeers.
 	Peers(ctx context.Context, cp Checkpoint) ([]runnerapi.Peer, error)
-	// SetHolds replaces the checkpoints that a runner holds in the store, because it fetches them. It ignores checkpoints that were deleted
-	// before they were held.
-	SetHolds(ctx context.Context, runner core.RunnerID, fetching []core.CheckpointID) error
 	// Near ranks runners that need to fetch less of a checkpoint than others, a few for each distance. Distance 0 means that the runner has it.
 	Near(ctx context.Context, cp Checkpoint) (map[core.RunnerID]int, error)
 	// InsertCheckpoint may fail with ErrTemplateExists or NAME_TAKEN.
@@ -275,127 +247,16 @@ const (
 	TableEvents       PartitionedTable = "events"
 )
 
-// HeldSandbox is a living sandbox of a runner, with the fields that a heartbeat needs.
-type HeldSandbox struct {
-	ID          core.SandboxID
-	WorkspaceID core.WorkspaceID
-	State       core.WorkspaceState
-	Current     bool      // the workspace's present one, neither one that a restore prepares nor one that is being suspended
-	Settled     bool      // ready since before the moment that HeldFilter has
-	Stalled     time.Time // since when it waits for the store; zero: it does not
-}
-
-// Beaten says how a heartbeat follows those that were applied before.
-type Beaten struct {
-	// Next says that the last applied heartbeat is the last one whose answer the runner got, so nothing was lost in between.
-	Next bool
-	// Settled is a moment before the runner collected the heartbeat, by the database's clock: what was ready then is in it. It is
-	// zero when no such moment is known.
-	Settled time.Time
-	// ImagesSum is the checksum of the list of images that was recorded last.
-	ImagesSum string
-	Endpoint  string
-}
-
-// HeldFilter says which sandboxes of a runner are of interest.
-type HeldFilter struct {
-	Settled time.Time // see HeldSandbox
-	All     bool
-	// Without All: these sandboxes, and those of these workspaces.
-	Sandboxes  []core.SandboxID
-	Workspaces []core.WorkspaceID
-}
-
-// HeldCheckpoints are checkpoints that a runner holds. One that is in no list has no row, or a row of which the runner should have no
-// bytes: its capture failed, or it was captured elsewhere and is not in the store.
-type HeldCheckpoints struct {
-	Copies    []core.CheckpointID // captured there, or sealed
-	Capturing []core.CheckpointID
-	Deleted   []core.CheckpointID
-}
-
-// EmptiestFilter says which runners are of interest.
-type EmptiestFilter struct {
-	Limit   int
-	Class   *runnerapi.RunnerClass // nil: any
-	Images  []core.ImageID         // those that hold one of these; empty: any
-	NotFull bool                   // with something free in every dimension
-	Fits    *core.Resources        // those that, empty, have room for one of these; nil: any
-	Fresh   bool                   // with a lease
-}
-
-// FleetTx keeps runners and images. All of its rows belong to the system.
+// FleetTx is the part of the fleet that operations and periodic jobs need. All of its rows belong to the system.
 type FleetTx interface {
-	RegisterRunner(ctx context.Context, r runnerapi.Register, ttl time.Duration) (Runner, error)
-	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
-	// must register again; HEARTBEAT_STALE when a later heartbeat was applied before.
-	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (Beaten, error)
-	// HeldSandboxes lists the sandboxes that should be on the runner, or some of them.
-	HeldSandboxes(ctx context.Context, id core.RunnerID, which HeldFilter) ([]HeldSandbox, error)
-	// SetStalls records that sandboxes of the runner stand still, or, with a zero stall, that they no longer do.
-	SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]Stall) error
-	// HeldCheckpoints sorts checkpoints that the runner says it holds.
-	HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) (HeldCheckpoints, error)
-	// SetCopies records that the runner holds exactly these checkpoints. ChangeCopies records that some were added and some are gone. Only
-	// captured and sealed checkpoints are recorded.
-	SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error
-	ChangeCopies(ctx context.Context, id core.RunnerID, come, gone []core.CheckpointID) error
-	// HeldSums returns the checksums of the runner's living sandboxes and of its copies of checkpoints, without some given ones.
-	HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error)
+	fleet.PlaceTx
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
-	DrainRunner(ctx context.Context, id core.RunnerID, on bool) (Runner, error)
-	Runners(ctx context.Context, p Page) ([]Runner, error)
-	// LoadedRunners returns those of the runners that were not given up, each with its load.
-	LoadedRunners(ctx context.Context, ids []core.RunnerID) ([]Runner, error)
-	// EmptiestRunners returns runners that take new sandboxes, the emptiest first, each with its load. It compares loads in sixteenths.
-	EmptiestRunners(ctx context.Context, f EmptiestFilter) ([]Runner, error)
-	// ImageHolders returns the rows of an image and at most limit runners that hold it.
-	ImageHolders(ctx context.Context, image core.Digest, limit int) ([]core.ImageID, []core.RunnerID, error)
-	// FindImage returns the newest image of a name, or the one with a digest, that a runner with a lease holds; IMAGE_NOT_FOUND.
-	FindImage(ctx context.Context, ref string) (Image, error)
 	// Reachable reports whether there is a runner with a lease.
 	Reachable(ctx context.Context) (bool, error)
-	// BothHolder returns the endpoint of a runner with a lease that holds both checkpoints; empty when there is none.
+	// BothHolder returns the endpoint of a runner with a lease that has both checkpoints; empty when there is none.
 	BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error)
-	// FenceRunners marks at most limit runners whose lease ran out longer than hard ago. It ends what they hold in the
-	// store, unless they have captured what is not sealed: that may need what they were fetching.
-	FenceRunners(ctx context.Context, hard time.Duration, limit int) ([]core.RunnerID, error)
-	// FencedRunners returns at most limit marked runners on which workspaces still run by their rows, and LoseWorkspaces ends
-	// at most limit workspaces of one of them. Both leave out what another transaction works on.
-	FencedRunners(ctx context.Context, limit int) ([]core.RunnerID, error)
-	LoseWorkspaces(ctx context.Context, runner core.RunnerID, why Failure, limit int) ([]core.WorkspaceID, error)
 	// RollUsage moves at most limit samples that earlier versions have written into the totals, and returns how many it moved.
 	RollUsage(ctx context.Context, limit int) (int, error)
-	// InsertUsage records what sandboxes of the runner have used since their start. WorkspaceUsage and CheckpointUsage add this up.
-	InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error
-	WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (Usage, error)
-	CheckpointUsage(ctx context.Context, id core.CheckpointID) (Usage, error)
-	SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error
-	Images(ctx context.Context, p Page) ([]Image, error)
-}
-
-// TrustTx keeps the cluster's keys and the identities of its runners. All of its rows belong to the system.
-type TrustTx interface {
-	// Cluster returns the database's cluster; NotFound in a new database.
-	Cluster(ctx context.Context) (Cluster, error)
-	// EnsureCluster inserts the cluster unless there is one, and returns the cluster that exists then.
-	EnsureCluster(ctx context.Context, c Cluster) (Cluster, error)
-	// InsertRunnerToken stores a token; QUOTA_EXCEEDED when there are MaxRunnerTokens.
-	InsertRunnerToken(ctx context.Context, t RunnerToken, ttl time.Duration) (RunnerToken, error)
-	// UseRunnerToken spends a token; JOIN_TOKEN_REFUSED when it is unknown, spent or too old.
-	UseRunnerToken(ctx context.Context, hash [32]byte) (RunnerToken, error)
-	// RunnerHeard returns how long ago a runner last sent a heartbeat, or joined.
-	RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error)
-	// RemovedRunners lists those that were removed within that time, the latest first.
-	RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error)
-	// InsertRunnerIdentity admits a runner. It changes nothing for a runner that is admitted already. It fails with RUNNER_REVOKED if the
-	// runner was revoked.
-	InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error
-	// RunnerIdentity returns nil for an admitted runner. It fails with RUNNER_REVOKED if the runner was revoked, and with RUNNER_NOT_FOUND if
-	// the database does not know it.
-	RunnerIdentity(ctx context.Context, id core.RunnerID) error
-	// RemoveRunner revokes a runner's identity, ends its lease and returns its living workspaces.
-	RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error)
 }
 
 // Error says what to do about the conflict.

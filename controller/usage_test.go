@@ -12,7 +12,7 @@ func (w *world) report(list ...runnerapi.Usage) {
 	w.t.Helper()
 	h := w.runner.NextBeat(w.epoch)
 	h.Usage = list
-	out, err := w.Heartbeat(w.t.Context(), w.runner.ID(), h)
+	out, err := w.Fleet().Heartbeat(w.t.Context(), w.runner.ID(), h)
 	if err != nil {
 		w.t.Fatal(err)
 	}

@@ -201,7 +201,7 @@ func TestImageIsRebuilt(t *testing.T) {
 	if second.Image.Digest != rebuilt.Digest || first.Image.Digest == second.Image.Digest || second.Image.Name != "base" {
 		t.Errorf("the new image is not used at once: %+v", second.Image)
 	}
-	list, err := w.Images(t.Context(), w.project, controller.Page{Limit: 10})
+	list, err := w.Fleet().Images(t.Context(), w.project, controller.Page{Limit: 10})
 	if err != nil || len(list) != 1 || list[0].Digest != rebuilt.Digest {
 		t.Errorf("%+v, %v", list, err)
 	}

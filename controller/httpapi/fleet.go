@@ -24,7 +24,7 @@ func (s *server) ListImages(ctx context.Context, r api.ListImagesRequestObject) 
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Images(ctx, projectOf(ctx), p)
+	list, err := s.control.Fleet().Images(ctx, projectOf(ctx), p)
 	if err != nil {
 		return nil, err
 	}
@@ -38,7 +38,7 @@ func (s *server) ListRunners(ctx context.Context, r api.ListRunnersRequestObject
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Runners(ctx, projectOf(ctx), p)
+	list, err := s.control.Fleet().Runners(ctx, projectOf(ctx), p)
 	if err != nil {
 		return nil, err
 	}

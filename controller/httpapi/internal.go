@@ -48,7 +48,7 @@ func NewInternalTLS(control *controller.Controller, log *slog.Logger) http.Handl
 			if err := same(r, id); err != nil {
 				return nil, err
 			}
-			return control.RenewRunner(r.Context(), id, in)
+			return control.Fleet().Renew(r.Context(), id, in)
 		})
 	})
 	join := http.NewServeMux()
@@ -56,7 +56,7 @@ func NewInternalTLS(control *controller.Controller, log *slog.Logger) http.Handl
 		r.Body = http.MaxBytesReader(w, r.Body, maxJoin)
 		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(joinTime)) // not every test's writer has a connection
 		var in runnerapi.Join
-		answer(w, r, log, &in, func() (any, error) { return control.JoinRunner(r.Context(), in) })
+		answer(w, r, log, &in, func() (any, error) { return control.Fleet().Join(r.Context(), in) })
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if mtls.Joining(r) {
@@ -68,7 +68,7 @@ func NewInternalTLS(control *controller.Controller, log *slog.Logger) http.Handl
 			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "this listener is for runners only")
 		}
 		if err == nil {
-			err = control.AdmitRunner(r.Context(), peer.Runner)
+			err = control.Fleet().CheckIdentity(r.Context(), peer.Runner)
 		}
 		if err != nil {
 			w.Header().Set("Connection", "close") // with what it shows, it gets nowhere
@@ -128,7 +128,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 			if err := named(r, &in); err != nil {
 				return nil, err
 			}
-			return control.RegisterRunner(r.Context(), in)
+			return control.Fleet().Register(r.Context(), in)
 		})
 	})
 	mux.HandleFunc("POST "+runnerapi.PathHeartbeat, func(w http.ResponseWriter, r *http.Request) {
@@ -141,7 +141,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 			if err != nil {
 				return nil, err
 			}
-			return control.Heartbeat(r.Context(), id, in)
+			return control.Fleet().Heartbeat(r.Context(), id, in)
 		})
 	})
 	mux.HandleFunc("POST "+runnerapi.PathBeats, func(w http.ResponseWriter, r *http.Request) {
@@ -154,7 +154,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 			if err != nil {
 				return nil, err
 			}
-			return control.Beat(r.Context(), id, in)
+			return control.Fleet().Beat(r.Context(), id, in)
 		})
 	})
 	mux.HandleFunc("POST "+runnerapi.PathFlows, func(w http.ResponseWriter, r *http.Request) {

@@ -326,7 +326,7 @@ func TestEveryTokenKind(t *testing.T) {
 		if strings.HasPrefix(kind, "join token") { // the pin is for the runner: the controller does not look at it
 			continue
 		}
-		if _, err := w.control.JoinRunner(t.Context(), runnerapi.Join{Token: secret, CertificateRequest: request}); core.CodeOf(err) != core.CodeJoinTokenRefused {
+		if _, err := w.control.Fleet().Join(t.Context(), runnerapi.Join{Token: secret, CertificateRequest: request}); core.CodeOf(err) != core.CodeJoinTokenRefused {
 			t.Errorf("join with %s as its token: %v", kind, err)
 		}
 	}

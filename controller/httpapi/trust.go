@@ -11,7 +11,7 @@ import (
 
 // CreateRunnerToken serves POST /v1/runner-tokens.
 func (s *server) CreateRunnerToken(ctx context.Context, r api.CreateRunnerTokenRequestObject) (api.CreateRunnerTokenResponseObject, error) {
-	token, row, err := s.control.CreateRunnerToken(ctx, controller.KeyOf(ctx), core.RunnerID(r.Body.RunnerID), time.Duration(r.Body.TTLSeconds)*time.Second)
+	token, row, err := s.control.Fleet().CreateToken(ctx, controller.KeyOf(ctx), core.RunnerID(r.Body.RunnerID), time.Duration(r.Body.TTLSeconds)*time.Second)
 	if err != nil {
 		return nil, err
 	}
@@ -20,7 +20,7 @@ func (s *server) CreateRunnerToken(ctx context.Context, r api.CreateRunnerTokenR
 
 // PatchRunner serves PATCH /v1/runners/{id}.
 func (s *server) PatchRunner(ctx context.Context, r api.PatchRunnerRequestObject) (api.PatchRunnerResponseObject, error) {
-	got, err := s.control.DrainRunner(ctx, core.RunnerID(r.RunnerID), r.Body.Draining)
+	got, err := s.control.Fleet().Drain(ctx, core.RunnerID(r.RunnerID), r.Body.Draining)
 	if err != nil {
 		return nil, err
 	}
@@ -29,7 +29,7 @@ func (s *server) PatchRunner(ctx context.Context, r api.PatchRunnerRequestObject
 
 // DeleteRunner serves DELETE /v1/runners/{id}.
 func (s *server) DeleteRunner(ctx context.Context, r api.DeleteRunnerRequestObject) (api.DeleteRunnerResponseObject, error) {
-	return api.DeleteRunner204Response{}, s.control.RemoveRunner(ctx, core.RunnerID(r.RunnerID), r.Params.Force)
+	return api.DeleteRunner204Response{}, s.control.Fleet().Remove(ctx, core.RunnerID(r.RunnerID), r.Params.Force)
 }
 
 // AttachSession serves POST /v1/sessions/{id}/attach.

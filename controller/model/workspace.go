@@ -65,6 +65,16 @@ type Workspace struct {
 	EndedAt   time.Time
 }
 
+// EndedWorkspace ends a workspace. To is terminated, failed or lost.
+type EndedWorkspace struct {
+	ID      core.WorkspaceID
+	To      core.WorkspaceState
+	Failure *Failure
+	// Sandbox is the sandbox for which the end was decided. A workspace that has another sandbox by
+	// now goes on. If Sandbox is empty, the workspace ends in any sandbox.
+	Sandbox core.SandboxID
+}
+
 // Sandbox is one VM instance: its place and its identity.
 type Sandbox struct {
 	ID          core.SandboxID

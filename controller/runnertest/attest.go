@@ -54,18 +54,18 @@ func (r *Runner) Signer() *attest.Signer {
 	return r.attestation.signer
 }
 
-// Registrar is a controller, in the same process.
+// Registrar is the fleet of a controller in the same process.
 type Registrar interface {
-	RegisterRunner(ctx context.Context, in runnerapi.Register) (runnerapi.Registered, error)
+	Register(ctx context.Context, in runnerapi.Register) (runnerapi.Registered, error)
 }
 
-// Announce registers the fake with a controller of the same process.
+// Announce registers the fake with the fleet of a controller in the same process.
 func (r *Runner) Announce(ctx context.Context, c Registrar) (runnerapi.Registered, error) {
 	request, err := r.AttestationRequest()
 	if err != nil {
 		return runnerapi.Registered{}, err
 	}
-	out, err := c.RegisterRunner(ctx, runnerapi.Register{Info: r.Info(), Endpoint: r.Endpoint(), AttestationRequest: request})
+	out, err := c.Register(ctx, runnerapi.Register{Info: r.Info(), Endpoint: r.Endpoint(), AttestationRequest: request})
 	if err != nil {
 		return out, err
 	}

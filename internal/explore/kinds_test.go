@@ -137,7 +137,7 @@ var kinds = []kind{
 		return controller.Answer{Done: true}, nil
 	}},
 	{name: "drain", do: func(ctx context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
-		_, err := c.DrainRunner(ctx, w.runner.ID(), true)
+		_, err := c.Fleet().Drain(ctx, w.runner.ID(), true)
 		return controller.Answer{Done: true}, err
 	}},
 }

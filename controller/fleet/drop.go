@@ -1,4 +1,4 @@
-package controller
+package fleet
 
 import (
 	"context"
@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 )
@@ -22,18 +23,27 @@ const (
 	dropConcurrency = 8
 )
 
-// drop tells runners to take down those of the given sandboxes whose rows have ended. An ended row
+// DropTx says what may be destroyed.
+type DropTx interface {
+	// EndedSandboxes returns those of the sandboxes whose rows have ended. They never live again.
+	EndedSandboxes(ctx context.Context, ids []core.SandboxID) ([]model.Sandbox, error)
+	// Sandboxes returns sandboxes by id, living or not.
+	Sandboxes(ctx context.Context, ids []core.SandboxID) ([]model.Sandbox, error)
+	Runner(ctx context.Context, id core.RunnerID) (model.Runner, error)
+}
+
+// Drop tells runners to take down those of the given sandboxes whose rows have ended. An ended row
 // never lives again. All other sandboxes stay as they are, whatever the caller believes. If a runner
 // cannot be reached, the answer to its next heartbeat tells it.
-func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
+func (f *Fleet) Drop(ctx context.Context, ids ...core.SandboxID) {
 	if len(ids) == 0 {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, dropTimeout) // so that a controller that stops does not wait long
 	defer cancel()
-	ended, err := read(ctx, c, System(), func(tx Tx) ([]Sandbox, error) { return tx.EndedSandboxes(ctx, ids) })
+	ended, err := read(ctx, f, func(tx Tx) ([]model.Sandbox, error) { return tx.EndedSandboxes(ctx, ids) })
 	if err != nil {
-		c.log.InfoContext(ctx, "sandboxes left to the next heartbeat", "sandboxes", len(ids), "err", err)
+		f.cfg.Log.InfoContext(ctx, "sandboxes left to the next heartbeat", "sandboxes", len(ids), "err", err)
 		return
 	}
 	var group errgroup.Group
@@ -43,8 +53,8 @@ func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
 			continue
 		}
 		group.Go(func() error {
-			if err := c.runners.DeleteSandbox(ctx, s.Endpoint, s.ID); err != nil && core.CategoryOf(err) != core.NotFound {
-				c.log.InfoContext(ctx, "sandbox left to the next heartbeat", "sandbox_id", s.ID, "err", err)
+			if err := f.runners.DeleteSandbox(ctx, s.Endpoint, s.ID); err != nil && core.CategoryOf(err) != core.NotFound {
+				f.cfg.Log.InfoContext(ctx, "sandbox left to the next heartbeat", "sandbox_id", s.ID, "err", err)
 			}
 			return nil
 		})
@@ -52,9 +62,9 @@ func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
 	_ = group.Wait() // none of them fails
 }
 
-// dropCheckpoints tells runners to delete those of the checkpoints whose committed rows are deleted or failed. If a runner cannot
+// DropCheckpoints tells runners to delete those of the checkpoints whose committed rows are deleted or failed. If a runner cannot
 // be reached, the function does not call it for further checkpoints; the answer to its next heartbeat tells it.
-func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
+func (f *Fleet) DropCheckpoints(ctx context.Context, list []model.Checkpoint) {
 	var group errgroup.Group
 	group.SetLimit(dropConcurrency)
 	var silent sync.Map // endpoints that did not answer
@@ -63,11 +73,11 @@ func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
 			continue
 		}
 		group.Go(func() error {
-			if err := c.runners.DeleteCheckpoint(ctx, cp.Endpoint, cp.ID); err != nil && core.CategoryOf(err) != core.NotFound {
+			if err := f.runners.DeleteCheckpoint(ctx, cp.Endpoint, cp.ID); err != nil && core.CategoryOf(err) != core.NotFound {
 				if core.CategoryOf(err) == core.Unavailable {
 					silent.Store(cp.Endpoint, true)
 				}
-				c.log.InfoContext(ctx, "checkpoint left to the next heartbeat", "checkpoint_id", cp.ID, "err", err)
+				f.cfg.Log.InfoContext(ctx, "checkpoint left to the next heartbeat", "checkpoint_id", cp.ID, "err", err)
 			}
 			return nil
 		})
@@ -75,19 +85,19 @@ func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
 	_ = group.Wait() // none of them fails
 }
 
-// takeDown tries until a sandbox of a terminating workspace is gone, because a terminated workspace must not run. A terminating
+// TakeDown tries until a sandbox of a terminating workspace is gone, because a terminated workspace must not run. A terminating
 // workspace never becomes ready again, so a controller that has lost its lease does no harm here.
-func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
-	for wait := 100 * time.Millisecond; ; wait = min(2*wait, c.cfg.LoopInterval) {
-		err := c.runners.DeleteSandbox(ctx, s.Endpoint, s.ID)
+func (f *Fleet) TakeDown(ctx context.Context, s model.Sandbox) error {
+	for wait := 100 * time.Millisecond; ; wait = min(2*wait, f.cfg.DropPause) {
+		err := f.runners.DeleteSandbox(ctx, s.Endpoint, s.ID)
 		if err == nil || core.CategoryOf(err) == core.NotFound {
 			return nil
 		}
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		c.log.WarnContext(ctx, "sandbox not taken down yet", "sandbox_id", s.ID, "runner_id", s.RunnerID, "err", err)
-		fenced, err := c.fenced(ctx, s.RunnerID)
+		f.cfg.Log.WarnContext(ctx, "sandbox not taken down yet", "sandbox_id", s.ID, "runner_id", s.RunnerID, "err", err)
+		fenced, err := f.Fenced(ctx, s.RunnerID)
 		if err == nil && fenced {
 			return nil
 		}
@@ -95,7 +105,7 @@ func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
 			return err
 		}
 		// The runner may have another address now. It is in the runner's row.
-		_ = c.store.InTx(ctx, System(), func(tx Tx) error {
+		_ = f.store.InSystem(ctx, func(tx Tx) error {
 			list, err := tx.Sandboxes(ctx, []core.SandboxID{s.ID})
 			if err == nil && len(list) == 1 {
 				s.Endpoint = list[0].Endpoint
@@ -105,8 +115,8 @@ func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
 	}
 }
 
-// fenced reports whether a runner has been silent for so long that it has killed its sandboxes itself.
-func (c *Controller) fenced(ctx context.Context, id core.RunnerID) (bool, error) {
-	r, err := read(ctx, c, System(), func(tx Tx) (Runner, error) { return tx.Runner(ctx, id) })
+// Fenced reports whether a runner has been silent for so long that it has killed its sandboxes itself.
+func (f *Fleet) Fenced(ctx context.Context, id core.RunnerID) (bool, error) {
+	r, err := read(ctx, f, func(tx Tx) (model.Runner, error) { return tx.Runner(ctx, id) })
 	return err == nil && !r.Fresh && r.Fenced, err
 }

@@ -1,4 +1,4 @@
-package controller
+package fleet
 
 import (
 	"sync"
@@ -8,15 +8,15 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// samples remembers when the usage of each sandbox was last written, so that a heartbeat writes little.
-type samples struct {
+// usageTimes remembers when the usage of each sandbox was last written, so that a heartbeat writes little.
+type usageTimes struct {
 	// mu guards at.
 	mu sync.Mutex
 	at map[core.SandboxID]time.Time
 }
 
 // due returns the part of a report that must be written: ended sandboxes, and sandboxes that were not written for a while.
-func (s *samples) due(list []runnerapi.Usage, every time.Duration) []runnerapi.Usage {
+func (s *usageTimes) due(list []runnerapi.Usage, every time.Duration) []runnerapi.Usage {
 	now := time.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -30,7 +30,7 @@ func (s *samples) due(list []runnerapi.Usage, every time.Duration) []runnerapi.U
 }
 
 // written notes what was written. It forgets ended sandboxes, and sandboxes that no runner reports any more.
-func (s *samples) written(list []runnerapi.Usage, every time.Duration) {
+func (s *usageTimes) written(list []runnerapi.Usage, every time.Duration) {
 	now := time.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
