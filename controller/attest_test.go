@@ -17,7 +17,7 @@ import (
 // verifier needs the certificate of the authority and nothing else.
 func (w *world) verifier() *attest.Authority {
 	w.t.Helper()
-	der, err := w.AuthorityCertificate()
+	der, err := w.Attestations().Authority()
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -31,7 +31,7 @@ func (w *world) verifier() *attest.Authority {
 // attested reads and verifies the attestation of an epoch.
 func (w *world) attested(id core.WorkspaceID, epoch int64) attest.Verified {
 	w.t.Helper()
-	got, err := w.Attestation(w.t.Context(), w.project, id, epoch)
+	got, err := w.Attestations().Get(w.t.Context(), w.project, id, epoch)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -78,9 +78,9 @@ func TestAttestations(t *testing.T) {
 	if a, err := w.ForkWorkspace(t.Context(), w.project, ws.ID, controller.CheckpointRequest{}, controller.ForkRequest{Count: 2}, wait); err != nil || len(a.Result.Children) != 2 {
 		t.Fatal(a, err)
 	}
-	_, err := w.Attestation(t.Context(), w.project, ws.ID, 4)
+	_, err := w.Attestations().Get(t.Context(), w.project, ws.ID, 4)
 	wantCode(t, err, core.CodeAttestationNotFound)
-	_, err = w.Attestation(t.Context(), core.NewID[core.ProjectID](), ws.ID, 0)
+	_, err = w.Attestations().Get(t.Context(), core.NewID[core.ProjectID](), ws.ID, 0)
 	wantCode(t, err, core.CodeWorkspaceNotFound)
 	w.consistent()
 }
@@ -123,7 +123,7 @@ func TestLyingRunner(t *testing.T) {
 		t.Fatal(err)
 	}
 	old := w.attested(ws.ID, 0)
-	sibling, err := w.Attestation(t.Context(), w.project, w.fork(cp.ID, 1)[0].ID, 0)
+	sibling, err := w.Attestations().Get(t.Context(), w.project, w.fork(cp.ID, 1)[0].ID, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

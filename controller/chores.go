@@ -39,7 +39,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "abandon_imports", Every: abandonEvery, Do: transfers.AbandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.Events.Tidy},
 		{Name: "flows", Every: sweepInterval, Do: c.tidyFlows},
-		{Name: "attestations", Every: sweepInterval, Do: c.tidyAttestations},
+		{Name: "attestations", Every: sweepInterval, Do: c.attestations.Tidy},
 	}
 	if c.cfg.Store != nil {
 		list = append(list, Chore{Name: "collect", Every: storegc.Every, Do: collector.Collect}, Chore{Name: "sweep_uploads", Every: storegc.UploadsEvery, Do: collector.SweepUploads})

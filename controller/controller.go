@@ -13,6 +13,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/coppice-dev/coppice/controller/attestations"
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/events"
@@ -111,7 +112,7 @@ func (c Config) withDefaults() Config {
 	set(&c.StoreGrace, time.Hour)
 	set(&c.EventsKept, 7*24*time.Hour)
 	set(&c.FlowsKept, flows.DefaultKept)
-	set(&c.AttestationsKept, AttestationsKept)
+	set(&c.AttestationsKept, attestations.Kept)
 	if c.Authority == nil && c.Trust != nil {
 		c.Authority = c.Trust.Authority
 	}
@@ -178,6 +179,8 @@ type Controller struct {
 	ports     *ports.Forwarder
 	fleet     *fleet.Fleet
 
+	attestations *attestations.Keeper
+
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then
 }
@@ -216,6 +219,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 				c.cfg.ClusterID, err)
 		}
 	}
+	c.attestations = newAttestations(c)
 	return c
 }
 

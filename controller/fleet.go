@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 
+	"github.com/coppice-dev/coppice/controller/attestations"
 	"github.com/coppice-dev/coppice/controller/cluster"
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/placement"
@@ -20,7 +21,11 @@ type (
 	HeldCheckpoints = fleet.RunnerCheckpoints
 	Beaten          = fleet.Order
 	EmptiestFilter  = fleet.EmptiestFilter
+	Attestation     = attestations.Attestation
 )
+
+// AttestationsKept is how long attestations are kept by default.
+const AttestationsKept = attestations.Kept
 
 // MaxRunnerTokens bounds the join tokens of a cluster that are open.
 const MaxRunnerTokens = fleet.MaxTokens
@@ -34,15 +39,26 @@ func OpenTrust(ctx context.Context, store Store, key *masterkey.Key, create func
 }
 
 func newFleet(c *Controller) *fleet.Fleet {
+	certify := func(id core.RunnerID, request []byte) ([]byte, error) { return c.attestations.Certify(id, request) }
 	return fleet.New(fleet.Config{
 		ClusterID: c.cfg.ClusterID, Trust: c.cfg.Trust, CertificateLife: c.cfg.CertificateLife,
 		Lease: c.cfg.RunnerLease, Fence: c.cfg.RunnerFence, UsageInterval: c.cfg.UsageInterval, DropPause: c.cfg.LoopInterval,
-		Certify: c.certify, Used: c.idle.Add, Go: c.background, Log: c.log,
+		Certify: certify, Used: c.idle.Add, Go: c.background, Log: c.log,
 	}, partStore[fleet.Tx]{c.store.Store, func(tx AllTx) fleet.Tx { return tx }}, c.runners)
 }
 
 // Fleet returns the runners of the cluster.
 func (c *Controller) Fleet() *fleet.Fleet { return c.fleet }
+
+func newAttestations(c *Controller) *attestations.Keeper {
+	return attestations.New(attestations.Config{
+		ClusterID: c.cfg.ClusterID, Countersigner: c.countersigner, Kept: c.cfg.AttestationsKept, Log: c.log,
+		Ended: func(outcome string) { c.metrics.attestations.WithLabelValues(outcome).Inc() },
+	}, partStore[attestations.Tx]{c.store.Store, func(tx AllTx) attestations.Tx { return tx }})
+}
+
+// Attestations returns the signed reports of reseals.
+func (c *Controller) Attestations() *attestations.Keeper { return c.attestations }
 
 // background runs work that the end of Run waits for. It returns false if the controller is stopping.
 func (c *Controller) background(work func(ctx context.Context)) bool {

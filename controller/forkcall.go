@@ -96,7 +96,7 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, children []W
 		}
 		problem := refused(req.Children[n], res.Children[n])
 		if problem == nil {
-			out[n].Attestation, problem = c.accept(plan, w, req.Children[n], res.Children[n])
+			out[n].Attestation, problem = c.attestations.Accept(ctx, plan.source, w, req.Children[n], res.Children[n])
 		}
 		if problem != nil {
 			out[n].Problem, out[n].Attestation = runnerapi.ProblemOf(problem), nil

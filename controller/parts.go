@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/http"
 
+	"github.com/coppice-dev/coppice/controller/attestations"
 	"github.com/coppice-dev/coppice/controller/cluster"
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/events"
@@ -31,6 +32,7 @@ import (
 // that it has declared.
 type AllTx interface {
 	Tx
+	attestations.Tx
 	cluster.Tx
 	datakeys.Tx
 	events.Tx

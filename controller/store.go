@@ -156,10 +156,6 @@ type SandboxTx interface {
 	EndSandboxes(ctx context.Context, ids []core.SandboxID) error
 	// InsertReseals appends reports, with their attestations. It leaves out reports of a runner that was removed.
 	InsertReseals(list []ResealRecord)
-	// Attestation returns the attestation of an epoch. It fails with ATTESTATION_NOT_FOUND if there is none.
-	Attestation(ctx context.Context, id core.WorkspaceID, epoch int64) (Attestation, error)
-	// TidyAttestations makes the next partitions and removes attestations that are older than keep, by whole months.
-	TidyAttestations(ctx context.Context, keep time.Duration) error
 	// Reseals returns the newest reports of a workspace first; ResealsByOperation those of an operation.
 	Reseals(ctx context.Context, id core.WorkspaceID, p Page) ([]ResealRecord, error)
 	ResealsByOperation(ctx context.Context, op core.OperationID, workspaces []core.WorkspaceID) ([]ResealRecord, error)

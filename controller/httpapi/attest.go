@@ -24,7 +24,7 @@ func (e envelope) VisitGetAttestationResponse(w http.ResponseWriter) error {
 
 // GetAttestation serves GET /v1/workspaces/{id}/attestation.
 func (s *server) GetAttestation(ctx context.Context, r api.GetAttestationRequestObject) (api.GetAttestationResponseObject, error) {
-	got, err := s.control.Attestation(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), r.Params.Epoch)
+	got, err := s.control.Attestations().Get(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), r.Params.Epoch)
 	if err != nil {
 		return nil, err
 	}
@@ -33,7 +33,7 @@ func (s *server) GetAttestation(ctx context.Context, r api.GetAttestationRequest
 
 // GetAuthority serves GET /v1/authority.
 func (s *server) GetAuthority(context.Context, api.GetAuthorityRequestObject) (api.GetAuthorityResponseObject, error) {
-	der, err := s.control.AuthorityCertificate()
+	der, err := s.control.Attestations().Authority()
 	if err != nil {
 		return nil, err
 	}
