@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -33,11 +34,11 @@ func (t *tx) insertAttestations(list []controller.ResealRecord) {
 	if len(rows) == 0 {
 		return
 	}
-	t.soon(`
+	t.Soon(`
 		INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope)
 		SELECT v.project_id, v.workspace_id, v.epoch, v.sandbox_id, v.runner_id, v.digest, decode(v.envelope, 'base64')
 		FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, epoch bigint, sandbox_id text, runner_id text, digest text, envelope text)
-		WHERE EXISTS (SELECT 1 FROM runners r WHERE r.id = v.runner_id AND r.removed_at IS NULL OFFSET 0)`, args{"rows": rows})
+		WHERE EXISTS (SELECT 1 FROM runners r WHERE r.id = v.runner_id AND r.removed_at IS NULL OFFSET 0)`, pgtx.Args{"rows": rows})
 }
 
 type attestationRow struct {
@@ -50,13 +51,13 @@ type attestationRow struct {
 func (t *tx) Attestation(ctx context.Context, id core.WorkspaceID, epoch int64) (controller.Attestation, error) {
 	absent := core.Errorf(core.NotFound, core.CodeAttestationNotFound,
 		"workspace %s has no attestation of epoch %d: the epoch does not exist, its sandbox never became ready, or its attestation has expired", id, epoch)
-	row, err := one[attestationRow](ctx, t, absent, `
-		SELECT epoch, digest, envelope FROM attestations WHERE workspace_id = @id AND epoch = @epoch ORDER BY created_at DESC LIMIT 1`, args{"id": id, "epoch": epoch})
+	row, err := pgtx.One[attestationRow](ctx, t, absent, `
+		SELECT epoch, digest, envelope FROM attestations WHERE workspace_id = @id AND epoch = @epoch ORDER BY created_at DESC LIMIT 1`, pgtx.Args{"id": id, "epoch": epoch})
 	return controller.Attestation{Epoch: row.Epoch, Digest: row.Digest, Envelope: row.Envelope}, err
 }
 
 // TidyAttestations runs as the owner, who alone may do it.
 func (t *tx) TidyAttestations(ctx context.Context, keep time.Duration) error {
-	_, err := t.exec(ctx, `SELECT coppice_tidy_attestations(make_interval(secs => @keep))`, args{"keep": keep.Seconds()})
+	_, err := t.Exec(ctx, `SELECT coppice_tidy_attestations(make_interval(secs => @keep))`, pgtx.Args{"keep": keep.Seconds()})
 	return err
 }

@@ -2,29 +2,12 @@ package postgres
 
 import (
 	"context"
-	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
-
-// originOf is what the audit triggers read until the transaction ends: five words, some of which may be empty.
-func originOf(ctx context.Context) string {
-	o, request := controller.OriginOf(ctx)
-	return plain(o.Actor) + " " + plain(o.Source) + " " + plain(o.Action) + " " + plain(request) + " " + plain(string(o.Operation))
-}
-
-// plain drops what would make other words of it, or none: ids, addresses and names have nothing of it.
-func plain(s string) string {
-	return strings.Map(func(r rune) rune {
-		switch {
-		case r >= 'a' && r <= 'z', r >= 'A' && r <= 'Z', r >= '0' && r <= '9', strings.ContainsRune("_.:-[]%", r):
-			return r
-		}
-		return -1
-	}, s)
-}
 
 type auditRow struct {
 	ID          int64                   `db:"id"`
@@ -55,61 +38,44 @@ func (t *tx) InsertAudit(ctx context.Context, r controller.AuditRecord) error {
 	if r.Detail != nil {
 		detail = r.Detail
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		INSERT INTO audit_records (project_id, request_id, actor, source, action, object_id, before, after, outcome, operation_id, detail)
 		VALUES (@project, coppice_origin(4), coppice_origin(1), coppice_origin(2), coppice_origin(3), @object, @before, @after, @outcome, @operation, @detail)`,
-		args{"project": r.ProjectID, "object": r.Object, "before": r.Before, "after": r.After, "outcome": r.Outcome, "operation": r.OperationID, "detail": detail})
+		pgtx.Args{"project": r.ProjectID, "object": r.Object, "before": r.Before, "after": r.After, "outcome": r.Outcome, "operation": r.OperationID, "detail": detail})
 	return err
 }
 
 // AuditRecords lists.
 func (t *tx) AuditRecords(ctx context.Context, f controller.AuditFilter) ([]controller.AuditRecord, error) {
-	q := &filter{relation: "a", args: args{"limit": f.Limit}}
+	q := &pgtx.Filter{Relation: "a", Args: pgtx.Args{"limit": f.Limit}}
 	if f.After != 0 {
-		q.add("a.id < @after", "after", f.After)
+		q.Add("a.id < @after", "after", f.After)
 	}
-	q.equal("actor", f.Actor)
-	q.equal("action", f.Action)
-	q.equal("object_id", f.Object)
-	q.equal("request_id", f.RequestID)
-	q.equal("operation_id", string(f.Operation))
-	q.equal("outcome", string(f.Outcome))
+	q.Equal("actor", f.Actor)
+	q.Equal("action", f.Action)
+	q.Equal("object_id", f.Object)
+	q.Equal("request_id", f.RequestID)
+	q.Equal("operation_id", string(f.Operation))
+	q.Equal("outcome", string(f.Outcome))
 	if !f.Since.IsZero() {
-		q.add("a.created_at >= @since", "since", f.Since)
+		q.Add("a.created_at >= @since", "since", f.Since)
 	}
 	if !f.Until.IsZero() {
-		q.add("a.created_at < @until", "until", f.Until)
+		q.Add("a.created_at < @until", "until", f.Until)
 	}
-	rows, err := many[auditRow](ctx, t, `
-		SELECT id, project_id, created_at, request_id, actor, source, action, object_id, before, after, outcome, operation_id, detail FROM audit_records a`+q.where()+q.tail(), q.args)
-	list := make([]controller.AuditRecord, len(rows))
-	for i, r := range rows {
-		list[i] = r.record()
-	}
-	return list, err
-}
-
-type countedRow struct {
-	Count int64 `db:"count"`
+	rows, err := pgtx.Many[auditRow](ctx, t, `
+		SELECT id, project_id, created_at, request_id, actor, source, action, object_id, before, after, outcome, operation_id, detail FROM audit_records a`+q.Where()+q.Tail(), q.Args)
+	return pgtx.Map(rows, auditRow.record), err
 }
 
 // SealAudit is a function of the schema: what a seal covers is defined there, once.
 func (t *tx) SealAudit(ctx context.Context) (int64, error) {
-	row, err := one[countedRow](ctx, t, nil, `SELECT coppice_seal_audit() AS count`, args{})
-	return row.Count, err
-}
-
-type auditCheckRow struct {
-	Seals    int64  `db:"seals"`
-	Records  int64  `db:"records"`
-	Unsealed int64  `db:"unsealed"`
-	Broken   int64  `db:"broken"`
-	Head     string `db:"head"`
+	return pgtx.One[int64](ctx, t, nil, `SELECT coppice_seal_audit() AS count`, pgtx.Args{})
 }
 
 // CheckAudit computes every seal again.
 func (t *tx) CheckAudit(ctx context.Context, project core.ProjectID) (controller.AuditCheck, error) {
-	row, err := one[auditCheckRow](ctx, t, nil, `
+	return pgtx.One[controller.AuditCheck](ctx, t, nil, `
 		WITH chain AS (
 			SELECT s.seq, s.records, s.upper, s.hash, h.records = s.records AND h.hash = s.hash AND s.seq = row_number() OVER w
 				AND s.previous = coalesce(lag(s.hash) OVER w, '\x') AND s.lower >= coalesce(lag(s.upper) OVER w, '0') AS good
@@ -122,6 +88,5 @@ func (t *tx) CheckAudit(ctx context.Context, project core.ProjectID) (controller
 			(SELECT count(*) FROM audit_records r WHERE r.project_id = @project AND r.xid >= coalesce((SELECT max(upper) FROM chain), '0')) AS unsealed,
 			coalesce(min(seq) FILTER (WHERE NOT good), CASE WHEN coalesce(sum(records), 0) <> (SELECT count FROM stray) THEN max(seq) END, 0)::bigint AS broken,
 			coalesce((SELECT encode(hash, 'hex') FROM chain ORDER BY seq DESC LIMIT 1), '') AS head
-		FROM chain`, args{"project": project})
-	return controller.AuditCheck(row), err
+		FROM chain`, pgtx.Args{"project": project})
 }

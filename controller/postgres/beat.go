@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -29,26 +30,26 @@ const oldBeatAge = time.Minute
 
 // HeartbeatRunner locks the runner's row first: heartbeats of one runner take turns.
 func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (controller.Beaten, error) {
-	row, err := one[beatRow](ctx, t, noRunner(id), `
+	row, err := pgtx.One[beatRow](ctx, t, noRunner(id), `
 		SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, heartbeat_at, endpoint,
 			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = runners.id), '') AS images_sum,
 			CASE WHEN beat_epoch = lease_epoch THEN beat ELSE 0 END AS number,
 			coalesce(beat_epoch = lease_epoch AND beat_at = heartbeat_at, false) AS known
-		FROM runners WHERE id = @id FOR NO KEY UPDATE`, args{"id": id})
+		FROM runners WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": id})
 	if err == nil {
 		err = refused(id, row, h)
 	}
 	if err != nil {
 		return controller.Beaten{}, err
 	}
-	_, err = t.exec(ctx, `
+	_, err = t.Exec(ctx, `
 		UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
 			disk_free_mb = @disk, kvm = @kvm, egress_key = @egress_key, egress_url = @egress_url,
 			beat = @number::bigint, beat_epoch = lease_epoch, beat_at = CASE WHEN @number::bigint > 0 THEN now() END
 		WHERE id = @id`,
-		args{
+		pgtx.Args{
 			"id": id, "ttl": ttl.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
-			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": orNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
+			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": pgtx.OrNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
 			"number": h.Number,
 		})
 	out := controller.Beaten{ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Next: row.Known && row.Number == h.Answered && h.Number > 0}
@@ -100,19 +101,19 @@ func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID, which controll
 	if !which.All && len(which.Sandboxes)+len(which.Workspaces) == 0 {
 		return nil, nil
 	}
-	rows, err := many[heldRow](ctx, t, `
+	rows, err := pgtx.Many[heldRow](ctx, t, `
 		SELECT s.id, s.workspace_id, w.state, coalesce(w.sandbox_id = s.id, false) AND NOT (w.state = 'checkpointing' AND EXISTS (
 			SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.kind = @suspend AND o.state IN ('pending', 'running'))) AS current, coalesce(w.ready_at < @settled, false) AS settled,
 			s.stalled_at AS stalled
 		FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id
 		WHERE s.runner_id = @id AND s.ended_at IS NULL AND (@all OR s.id = ANY(@ids::text[]) OR s.workspace_id = ANY(@workspaces::text[]))`,
-		args{
+		pgtx.Args{
 			"id": id, "settled": which.Settled, "suspend": controller.OpSuspendWorkspace, "all": which.All,
-			"ids": texts(which.Sandboxes), "workspaces": texts(which.Workspaces),
+			"ids": pgtx.Texts(which.Sandboxes), "workspaces": pgtx.Texts(which.Workspaces),
 		})
 	list := make([]controller.HeldSandbox, len(rows))
 	for i, r := range rows {
-		list[i] = controller.HeldSandbox{ID: r.ID, WorkspaceID: r.WorkspaceID, State: r.State, Current: r.Current, Settled: r.Settled, Stalled: timeOf(r.Stalled)}
+		list[i] = controller.HeldSandbox{ID: r.ID, WorkspaceID: r.WorkspaceID, State: r.State, Current: r.Current, Settled: r.Settled, Stalled: pgtx.TimeOf(r.Stalled)}
 	}
 	return list, err
 }
@@ -137,15 +138,15 @@ func (t *tx) SetStalls(ctx context.Context, id core.RunnerID, list map[core.Sand
 		}
 		rows = append(rows, row)
 	}
-	if _, err := t.exec(ctx, `
+	if _, err := t.Exec(ctx, `
 		SELECT FROM workspaces w WHERE w.id IN (SELECT s.workspace_id FROM sandboxes s WHERE s.id = ANY(@ids::text[]))
-		ORDER BY w.id FOR NO KEY UPDATE`, args{"ids": texts(slices.Collect(maps.Keys(list)))}); err != nil {
+		ORDER BY w.id FOR NO KEY UPDATE`, pgtx.Args{"ids": pgtx.Texts(slices.Collect(maps.Keys(list)))}); err != nil {
 		return err
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		UPDATE sandboxes s SET stalled_at = x.at, stalled_code = x.code, stalled_message = x.message
 		FROM jsonb_to_recordset(@rows::jsonb) AS x (id text, at timestamptz, code text, message text)
-		WHERE s.id = x.id AND s.runner_id = @runner AND s.ended_at IS NULL`, args{"runner": id, "rows": rows})
+		WHERE s.id = x.id AND s.runner_id = @runner AND s.ended_at IS NULL`, pgtx.Args{"runner": id, "rows": rows})
 	return err
 }
 
@@ -159,10 +160,10 @@ func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.C
 	if len(ids) == 0 {
 		return out, nil
 	}
-	rows, err := many[heldCheckpointRow](ctx, t, `
+	rows, err := pgtx.Many[heldCheckpointRow](ctx, t, `
 		SELECT id, state FROM checkpoints WHERE id = ANY(@ids::text[])
 			AND (state IN ('sealed', 'deleted') OR state IN ('capturing', 'captured') AND (runner_id IS NULL OR runner_id = @runner))`,
-		args{"ids": texts(ids), "runner": id})
+		pgtx.Args{"ids": pgtx.Texts(ids), "runner": id})
 	for _, r := range rows {
 		switch r.State {
 		case core.CheckpointCapturing:
@@ -185,10 +186,10 @@ type heldSumRow struct {
 // HeldSums reads the copies' sum from an index alone, and takes out of it, one by one, those that do not count. The few sandboxes are added
 // up here: a hash costs the database ten times as much as a row.
 func (t *tx) HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error) {
-	row, err := one[heldSumRow](ctx, t, nil, `
+	row, err := pgtx.One[heldSumRow](ctx, t, nil, `
 		SELECT ARRAY(SELECT id FROM sandboxes WHERE runner_id = @runner AND ended_at IS NULL) AS sandboxes,
 			coalesce((SELECT bit_xor(coalesce(id_sum, coppice_id_sum(checkpoint_id))) FROM checkpoint_copies WHERE runner_id = @runner), 0)
 				# coalesce((SELECT bit_xor(coalesce(id_sum, coppice_id_sum(checkpoint_id))) FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@but::text[])), 0) AS checkpoints`,
-		args{"runner": id, "but": texts(but)})
+		pgtx.Args{"runner": id, "but": pgtx.Texts(but)})
 	return beats.Sum(row.Sandboxes...), row.Checkpoints, err
 }

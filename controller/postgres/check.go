@@ -7,20 +7,21 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 )
 
 // Inspect asks the server of one of the pool's connections. An answer that Config.Check refuses is an error.
 func (s *Store) Inspect(ctx context.Context) (durability.Report, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, errTimeout)
+	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, pgtx.ErrTimeout)
 	defer cancel()
 	conn, err := s.pool.Acquire(ctx)
 	if err != nil {
-		return durability.Report{}, mapError(ctx, err)
+		return durability.Report{}, pgtx.MapError(ctx, err)
 	}
 	defer conn.Release()
 	d, err := durability.Inspect(ctx, conn.Conn().PgConn())
 	if err != nil {
-		return d, mapError(ctx, err)
+		return d, pgtx.MapError(ctx, err)
 	}
 	if s.check != nil {
 		err = s.check(d)
@@ -42,7 +43,7 @@ func (s *Store) CheckNew(next pgconn.ValidateConnectFunc) pgconn.ValidateConnect
 		}
 		d, err := durability.Inspect(ctx, conn)
 		if err != nil {
-			return fmt.Errorf("ask a database server for its settings: %w", mapError(ctx, err))
+			return fmt.Errorf("ask a database server for its settings: %w", pgtx.MapError(ctx, err))
 		}
 		return s.check(d)
 	}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -17,7 +18,7 @@ import (
 var (
 	checkpointColumns = pageColumns + `,
 	(SELECT count(*) FROM checkpoints k WHERE k.parent_id = c.id AND k.state IN (` + living + `)) AS children_count`
-	living = quoted(core.CheckpointCaptured, core.CheckpointSealed)
+	living = pgtx.Quoted(core.CheckpointCaptured, core.CheckpointSealed)
 )
 
 const pageColumns = `
@@ -36,54 +37,54 @@ const checkpointJoins = ` LEFT JOIN LATERAL (SELECT * FROM runners x WHERE x.id 
 	LEFT JOIN LATERAL (SELECT * FROM seals x WHERE x.checkpoint_id = c.id AND c.state = 'captured' LIMIT 1) s ON true`
 
 type checkpointRow struct {
-	ID               core.CheckpointID         `db:"id"`
-	ProjectID        core.ProjectID            `db:"project_id"`
-	Kind             controller.CheckpointKind `db:"kind"`
-	State            core.CheckpointState      `db:"state"`
-	Parent           core.CheckpointID         `db:"parent_id"`
-	ParentProject    core.ProjectID            `db:"parent_project_id"`
-	Root             core.CheckpointID         `db:"root_id"`
-	Depth            int                       `db:"depth"`
-	WorkspaceID      core.WorkspaceID          `db:"workspace_id"`
-	WorkspaceEpoch   int64                     `db:"workspace_epoch"`
-	Name             string                    `db:"name"`
-	Labels           object[string]            `db:"labels"`
-	Annotations      object[json.RawMessage]   `db:"annotations"`
-	Pinned           bool                      `db:"pinned"`
-	Version          int64                     `db:"version"`
-	ImageName        string                    `db:"image_name"`
-	ImageDigest      core.Digest               `db:"image_digest"`
-	VCPUs            int                       `db:"vcpus"`
-	MemoryMiB        int                       `db:"memory_mib"`
-	DiskGiB          int                       `db:"disk_gib"`
-	RunnerID         core.RunnerID             `db:"runner_id"`
-	Endpoint         string                    `db:"endpoint"`
-	Class            classCell                 `db:"runner_class"`
-	Base             core.BaseID               `db:"base_id"`
-	DeltaBytes       int64                     `db:"delta_bytes"`
-	DeviceStateBytes int64                     `db:"device_state_bytes"`
-	DiskBytes        int64                     `db:"disk_bytes"`
-	PauseMS          float64                   `db:"pause_ms"`
-	Timings          array[core.Timing]        `db:"timings"`
-	ParentReseal     array[core.ResealStep]    `db:"parent_reseal"`
-	Stale            array[core.StaleProcess]  `db:"stale_processes"`
-	ChildrenCount    int                       `db:"children_count"`
-	OperationID      core.OperationID          `db:"operation_id"`
-	FailureCode      core.Code                 `db:"failure_code"`
-	FailureMessage   string                    `db:"failure_message"`
-	CreatedAt        time.Time                 `db:"created_at"`
-	CapturedAt       *time.Time                `db:"captured_at"`
-	SealedAt         *time.Time                `db:"sealed_at"`
-	EndedAt          *time.Time                `db:"ended_at"`
-	ManifestKey      string                    `db:"manifest_key"`
-	ManifestDigest   core.Digest               `db:"manifest_digest"`
-	ManifestBytes    int64                     `db:"manifest_bytes"`
-	StoredBytes      int64                     `db:"stored_bytes"`
-	Imported         *controller.Imported      `db:"imported"`
-	SealState        controller.SealState      `db:"seal_state"`
-	SealAttempt      int64                     `db:"seal_attempt"`
-	SealCode         core.Code                 `db:"seal_code"`
-	SealMessage      string                    `db:"seal_message"`
+	ID               core.CheckpointID             `db:"id"`
+	ProjectID        core.ProjectID                `db:"project_id"`
+	Kind             controller.CheckpointKind     `db:"kind"`
+	State            core.CheckpointState          `db:"state"`
+	Parent           core.CheckpointID             `db:"parent_id"`
+	ParentProject    core.ProjectID                `db:"parent_project_id"`
+	Root             core.CheckpointID             `db:"root_id"`
+	Depth            int                           `db:"depth"`
+	WorkspaceID      core.WorkspaceID              `db:"workspace_id"`
+	WorkspaceEpoch   int64                         `db:"workspace_epoch"`
+	Name             string                        `db:"name"`
+	Labels           pgtx.Object[string]           `db:"labels"`
+	Annotations      pgtx.Object[json.RawMessage]  `db:"annotations"`
+	Pinned           bool                          `db:"pinned"`
+	Version          int64                         `db:"version"`
+	ImageName        string                        `db:"image_name"`
+	ImageDigest      core.Digest                   `db:"image_digest"`
+	VCPUs            int                           `db:"vcpus"`
+	MemoryMiB        int                           `db:"memory_mib"`
+	DiskGiB          int                           `db:"disk_gib"`
+	RunnerID         core.RunnerID                 `db:"runner_id"`
+	Endpoint         string                        `db:"endpoint"`
+	Class            pgtx.ClassCell                `db:"runner_class"`
+	Base             core.BaseID                   `db:"base_id"`
+	DeltaBytes       int64                         `db:"delta_bytes"`
+	DeviceStateBytes int64                         `db:"device_state_bytes"`
+	DiskBytes        int64                         `db:"disk_bytes"`
+	PauseMS          float64                       `db:"pause_ms"`
+	Timings          pgtx.Array[core.Timing]       `db:"timings"`
+	ParentReseal     pgtx.Array[core.ResealStep]   `db:"parent_reseal"`
+	Stale            pgtx.Array[core.StaleProcess] `db:"stale_processes"`
+	ChildrenCount    int                           `db:"children_count"`
+	OperationID      core.OperationID              `db:"operation_id"`
+	FailureCode      core.Code                     `db:"failure_code"`
+	FailureMessage   string                        `db:"failure_message"`
+	CreatedAt        time.Time                     `db:"created_at"`
+	CapturedAt       *time.Time                    `db:"captured_at"`
+	SealedAt         *time.Time                    `db:"sealed_at"`
+	EndedAt          *time.Time                    `db:"ended_at"`
+	ManifestKey      string                        `db:"manifest_key"`
+	ManifestDigest   core.Digest                   `db:"manifest_digest"`
+	ManifestBytes    int64                         `db:"manifest_bytes"`
+	StoredBytes      int64                         `db:"stored_bytes"`
+	Imported         *controller.Imported          `db:"imported"`
+	SealState        controller.SealState          `db:"seal_state"`
+	SealAttempt      int64                         `db:"seal_attempt"`
+	SealCode         core.Code                     `db:"seal_code"`
+	SealMessage      string                        `db:"seal_message"`
 }
 
 func (r checkpointRow) checkpoint() controller.Checkpoint {
@@ -95,7 +96,7 @@ func (r checkpointRow) checkpoint() controller.Checkpoint {
 		RunnerID:  r.RunnerID, Endpoint: r.Endpoint, Class: r.Class.RunnerClass, Base: r.Base, DeltaBytes: r.DeltaBytes, DeviceStateBytes: r.DeviceStateBytes,
 		DiskBytes: r.DiskBytes, PauseMS: r.PauseMS, Timings: r.Timings, ParentReseal: r.ParentReseal, StaleProcesses: r.Stale,
 		ChildrenCount: r.ChildrenCount, OperationID: r.OperationID,
-		CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt), SealedAt: timeOf(r.SealedAt), EndedAt: timeOf(r.EndedAt), StoredBytes: r.StoredBytes,
+		CreatedAt: r.CreatedAt, CapturedAt: pgtx.TimeOf(r.CapturedAt), SealedAt: pgtx.TimeOf(r.SealedAt), EndedAt: pgtx.TimeOf(r.EndedAt), StoredBytes: r.StoredBytes,
 		Imported: r.Imported,
 	}
 	if r.ManifestKey != "" {
@@ -131,7 +132,7 @@ func noCheckpoint(id core.CheckpointID) error {
 // HoldCheckpoint and DeleteCheckpoint exclude each other by an advisory lock, which works on shared rows too: row locks need
 // the right to write.
 func (t *tx) HoldCheckpoint(id core.CheckpointID) {
-	t.soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, args{"id": id})
+	t.Soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, pgtx.Args{"id": id})
 }
 
 type checkpointWithSourceRow struct {
@@ -147,13 +148,13 @@ type checkpointWithSourceRow struct {
 // Checkpoint returns one, with what its forks take over from the workspace that it was taken of. What grows from one that was taken of
 // none (a template, or one that was imported) is a tree of the project.
 func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
-	row, err := one[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `
+	row, err := pgtx.One[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `
 		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, w.grants_until IS NOT NULL AS granted, coalesce(w.env, '{}') AS env,
 			CASE WHEN c.workspace_id IS NULL THEN @project::text || ' ' || c.id ELSE coalesce(nullif(b.tree_id, ''), c.project_id) END AS tree, coalesce(b.ip, '') AS address
 		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id
 			LEFT JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = c.sandbox_id LIMIT 1) b ON true
 		WHERE c.id = @id AND NOT c.pruned`,
-		args{"id": id, "deny": core.EgressDenyAll, "project": t.scope.String()})
+		pgtx.Args{"id": id, "deny": core.EgressDenyAll, "project": t.Scope().String()})
 	if err != nil {
 		return controller.Checkpoint{}, err
 	}
@@ -164,16 +165,16 @@ func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.C
 
 // Checkpoints lists.
 func (t *tx) Checkpoints(ctx context.Context, f controller.CheckpointFilter) ([]controller.Checkpoint, error) {
-	q := newFilter("c", f.Page, f.OldestFirst)
-	q.equal("name", f.Name)
-	q.equal("kind", string(f.Kind))
-	q.equal("workspace_id", string(f.WorkspaceID))
-	q.equal("parent_id", string(f.Parent))
-	q.suffix(f.IDSuffix)
-	q.anyOf("state", texts(f.States))
-	q.labels(f.Labels)
-	q.add("NOT c.pruned", "", nil)
-	return t.page(ctx, `SELECT`+pageColumns+`, 0 AS children_count FROM checkpoints c`+checkpointJoins+q.where()+q.tail(), q.args)
+	q := pgtx.NewFilter("c", f.Page, f.OldestFirst)
+	q.Equal("name", f.Name)
+	q.Equal("kind", string(f.Kind))
+	q.Equal("workspace_id", string(f.WorkspaceID))
+	q.Equal("parent_id", string(f.Parent))
+	q.Suffix(f.IDSuffix)
+	q.AnyOf("state", pgtx.Texts(f.States))
+	q.Labels(f.Labels)
+	q.Add("NOT c.pruned", "", nil)
+	return t.page(ctx, `SELECT`+pageColumns+`, 0 AS children_count FROM checkpoints c`+checkpointJoins+q.Where()+q.Tail(), q.Args)
 }
 
 type countRow struct {
@@ -183,9 +184,9 @@ type countRow struct {
 
 // children counts what lives directly below each of the nodes.
 func (t *tx) children(ctx context.Context, ids []core.CheckpointID) (map[core.CheckpointID]int, error) {
-	rows, err := many[countRow](ctx, t, `
+	rows, err := pgtx.Many[countRow](ctx, t, `
 		SELECT k.parent_id, count(*) AS count FROM checkpoints k WHERE k.parent_id = ANY(@ids::text[]) AND k.state IN (`+living+`) GROUP BY k.parent_id`,
-		args{"ids": texts(ids)})
+		pgtx.Args{"ids": pgtx.Texts(ids)})
 	counts := make(map[core.CheckpointID]int, len(rows))
 	for _, r := range rows {
 		counts[r.ID] = r.Count
@@ -194,8 +195,8 @@ func (t *tx) children(ctx context.Context, ids []core.CheckpointID) (map[core.Ch
 }
 
 // page runs a query for many checkpoints and counts their children.
-func (t *tx) page(ctx context.Context, sql string, a args) ([]controller.Checkpoint, error) {
-	list, err := checkpoints(many[checkpointRow](ctx, t, sql, a))
+func (t *tx) page(ctx context.Context, sql string, a pgtx.Args) ([]controller.Checkpoint, error) {
+	list, err := checkpoints(pgtx.Many[checkpointRow](ctx, t, sql, a))
 	if err != nil || len(list) == 0 {
 		return list, err
 	}
@@ -210,15 +211,10 @@ func (t *tx) page(ctx context.Context, sql string, a args) ([]controller.Checkpo
 	return list, err
 }
 
-// classKey is the form of a runner class that an index can compare.
-func classKey(c runnerapi.RunnerClass) string {
-	return c.Arch + "/" + c.Accelerator + "/" + c.VMM + "/" + c.VMMVersion + "/" + c.MachineType + "/" + string(core.DigestOf([]byte(c.CPUModel)))
-}
-
 // LiveTemplate finds a template. It does not count the children: every workspace of the image has its first checkpoint there.
 func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image core.Digest, res core.Resources, local bool) (controller.Checkpoint, error) {
 	absent := core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no template of image %s for this shape yet", image.Short())
-	row, err := one[checkpointRow](ctx, t, absent, `
+	row, err := pgtx.One[checkpointRow](ctx, t, absent, `
 		WITH found AS (
 			SELECT id, CASE WHEN state = 'capturing' THEN 2 ELSE 0 END AS rank FROM checkpoints
 			WHERE kind = 'template' AND state IN ('capturing', 'captured', 'sealed') AND runner_id = @runner
@@ -228,8 +224,8 @@ func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image c
 				AND image_digest = @image AND class_key = @class AND vcpus = @vcpus AND memory_mib = @memory LIMIT 1)
 		)
 		SELECT`+pageColumns+`, 0 AS children_count FROM (SELECT id FROM found ORDER BY rank LIMIT 1) f JOIN checkpoints c ON c.id = f.id`+checkpointJoins,
-		args{
-			"runner": runner.Info.RunnerID, "image": image, "class": classKey(runner.Info.Class), "vcpus": res.VCPUs, "memory": res.MemoryMiB, "local": local,
+		pgtx.Args{
+			"runner": runner.Info.RunnerID, "image": image, "class": pgtx.ClassKey(runner.Info.Class), "vcpus": res.VCPUs, "memory": res.MemoryMiB, "local": local,
 		})
 	return row.checkpoint(), err
 }
@@ -237,20 +233,20 @@ func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image c
 // InsertCheckpoint inserts a node that is being captured. Its place in the tree follows from its parent. An ancestor that
 // was deleted and no longer shown is shown again, because it is an ancestor again.
 func (t *tx) InsertCheckpoint(ctx context.Context, c controller.Checkpoint) error {
-	a := args{
+	a := pgtx.Args{
 		"id": c.ID, "project": c.ProjectID, "kind": c.Kind, "state": core.CheckpointCapturing, "shared": c.Kind == controller.KindTemplate,
-		"parent": orNull(c.Parent), "workspace": orNull(c.WorkspaceID), "epoch": nil, "sandbox": orNull(c.SandboxID), "name": orNull(c.Name), "labels": orEmpty(c.Labels),
-		"annotations": orEmpty(c.Annotations), "image_name": c.Image.Name, "image": c.Image.Digest, "vcpus": c.Resources.VCPUs,
-		"memory": c.Resources.MemoryMiB, "disk": c.Resources.DiskGiB, "runner": orNull(c.RunnerID), "class": c.Class, "class_key": nil, "op": orNull(c.OperationID), "pinned": c.Pinned,
+		"parent": pgtx.OrNull(c.Parent), "workspace": pgtx.OrNull(c.WorkspaceID), "epoch": nil, "sandbox": pgtx.OrNull(c.SandboxID), "name": pgtx.OrNull(c.Name), "labels": pgtx.OrEmpty(c.Labels),
+		"annotations": pgtx.OrEmpty(c.Annotations), "image_name": c.Image.Name, "image": c.Image.Digest, "vcpus": c.Resources.VCPUs,
+		"memory": c.Resources.MemoryMiB, "disk": c.Resources.DiskGiB, "runner": pgtx.OrNull(c.RunnerID), "class": c.Class, "class_key": nil, "op": pgtx.OrNull(c.OperationID), "pinned": c.Pinned,
 		"imported": c.Imported,
 	}
 	if c.WorkspaceID != "" {
 		a["epoch"] = c.WorkspaceEpoch
 	}
 	if c.Class != nil {
-		a["class_key"] = classKey(*c.Class)
+		a["class_key"] = pgtx.ClassKey(*c.Class)
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		WITH RECURSIVE up AS (
 			SELECT id, parent_id FROM checkpoints WHERE id = @parent AND pruned
 			UNION ALL SELECT c.id, c.parent_id FROM checkpoints c JOIN up ON c.id = up.parent_id WHERE c.pruned
@@ -268,7 +264,7 @@ func (t *tx) InsertCheckpoint(ctx context.Context, c controller.Checkpoint) erro
 // CaptureCheckpoint records what the runner captured. It changes nothing about a checkpoint that is not being captured.
 func (t *tx) CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner core.RunnerID, got runnerapi.Checkpoint) (controller.Checkpoint, error) {
 	conflict := core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s is not being captured any more", id)
-	row, err := one[checkpointRow](ctx, t, conflict, `
+	row, err := pgtx.One[checkpointRow](ctx, t, conflict, `
 		WITH c AS (
 			UPDATE checkpoints SET state = @to, captured_at = now(), runner_id = @runner, runner_class = @class, class_key = @class_key, base_id = @base,
 				delta_bytes = @delta, device_state_bytes = @device, disk_bytes = @disk, pause_ms = @pause, timings = @timings,
@@ -279,26 +275,26 @@ func (t *tx) CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner
 			ON CONFLICT DO NOTHING
 		)
 		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
-		args{
-			"id": id, "to": core.CheckpointCaptured, "from": texts(core.CheckpointCaptured.Sources()), "runner": runner, "class": got.Class,
-			"class_key": classKey(got.Class), "base": got.Base, "delta": got.DeltaBytes, "device": got.DeviceStateBytes, "disk": got.DiskBytes,
-			"pause": got.PauseMS, "timings": orNone(got.Timings), "reseal": orNone(got.ParentReseal), "stale": orNone(got.Processes), "instant": got.CreatedAt,
+		pgtx.Args{
+			"id": id, "to": core.CheckpointCaptured, "from": pgtx.Texts(core.CheckpointCaptured.Sources()), "runner": runner, "class": got.Class,
+			"class_key": pgtx.ClassKey(got.Class), "base": got.Base, "delta": got.DeltaBytes, "device": got.DeviceStateBytes, "disk": got.DiskBytes,
+			"pause": got.PauseMS, "timings": pgtx.OrNone(got.Timings), "reseal": pgtx.OrNone(got.ParentReseal), "stale": pgtx.OrNone(got.Processes), "instant": got.CreatedAt,
 		})
 	return row.checkpoint(), err
 }
 
 // FailCheckpoint ends a capture that did not succeed.
 func (t *tx) FailCheckpoint(ctx context.Context, id core.CheckpointID, why controller.Failure) error {
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		UPDATE checkpoints SET state = @to, ended_at = now(), failure_code = @code, failure_message = @message WHERE id = @id AND state = ANY(@from::text[])`,
-		args{"id": id, "to": core.CheckpointFailed, "from": texts(core.CheckpointFailed.Sources()), "code": why.Code, "message": why.Message})
+		pgtx.Args{"id": id, "to": core.CheckpointFailed, "from": pgtx.Texts(core.CheckpointFailed.Sources()), "code": why.Code, "message": why.Message})
 	return err
 }
 
 // DropTemplate makes room for another template of the same key.
 func (t *tx) DropTemplate(ctx context.Context, id core.CheckpointID) error {
-	_, err := t.exec(ctx, `UPDATE checkpoints SET state = @to, ended_at = now() WHERE id = @id AND kind = 'template' AND state = ANY(@from::text[])`,
-		args{"id": id, "to": core.CheckpointDeleted, "from": texts(core.CheckpointDeleted.Sources())})
+	_, err := t.Exec(ctx, `UPDATE checkpoints SET state = @to, ended_at = now() WHERE id = @id AND kind = 'template' AND state = ANY(@from::text[])`,
+		pgtx.Args{"id": id, "to": core.CheckpointDeleted, "from": pgtx.Texts(core.CheckpointDeleted.Sources())})
 	return err
 }
 
@@ -332,12 +328,12 @@ func (u useRow) refusal() error {
 func (t *tx) uses(ctx context.Context, ids []core.CheckpointID, spare bool) ([]useRow, error) {
 	ids = slices.Clone(ids)
 	slices.Sort(ids)
-	a := args{"ids": texts(ids), "spare": spare}
-	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended(o.id, 0)) FROM (SELECT u.id FROM unnest(@ids::text[]) WITH ORDINALITY AS u (id, n) ORDER BY u.n) AS o`,
-		args{"ids": a["ids"]}); err != nil {
+	a := pgtx.Args{"ids": pgtx.Texts(ids), "spare": spare}
+	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended(o.id, 0)) FROM (SELECT u.id FROM unnest(@ids::text[]) WITH ORDINALITY AS u (id, n) ORDER BY u.n) AS o`,
+		pgtx.Args{"ids": a["ids"]}); err != nil {
 		return nil, err
 	}
-	return many[useRow](ctx, t, `
+	return pgtx.Many[useRow](ctx, t, `
 		SELECT c.id, c.state, coalesce((SELECT r.endpoint FROM runners r WHERE r.id = c.runner_id AND r.fenced_at IS NULL AND r.removed_at IS NULL), '') AS endpoint,
 			coalesce((SELECT o.id FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running') LIMIT 1), '') AS operation,
 			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended' AND w.ended_at IS NULL LIMIT 1), '') AS suspended,
@@ -353,8 +349,8 @@ const setDeleted = `
 	WHERE id = ANY(@ids::text[]) AND state = ANY(@from::text[]) AND (NOT pinned OR state = 'failed')
 		AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = checkpoints.id AND w.state = 'suspended' AND w.ended_at IS NULL)`
 
-func deletedOf(ids ...core.CheckpointID) args {
-	return args{"ids": texts(ids), "to": core.CheckpointDeleted, "from": texts(core.CheckpointDeleted.Sources())}
+func deletedOf(ids ...core.CheckpointID) pgtx.Args {
+	return pgtx.Args{"ids": pgtx.Texts(ids), "to": core.CheckpointDeleted, "from": pgtx.Texts(core.CheckpointDeleted.Sources())}
 }
 
 // DeleteCheckpoint marks a node deleted and stops showing what nobody's ancestor is.
@@ -366,7 +362,7 @@ func (t *tx) DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare b
 	if err != nil {
 		return controller.Checkpoint{}, err
 	}
-	rows, err := many[checkpointRow](ctx, t, `WITH c AS (`+setDeleted+` RETURNING *) SELECT`+checkpointColumns+` FROM c`+checkpointJoins, deletedOf(id))
+	rows, err := pgtx.Many[checkpointRow](ctx, t, `WITH c AS (`+setDeleted+` RETURNING *) SELECT`+checkpointColumns+` FROM c`+checkpointJoins, deletedOf(id))
 	if err != nil {
 		return controller.Checkpoint{}, err
 	}
@@ -389,7 +385,7 @@ func (t *tx) DeleteCheckpoints(ctx context.Context, ids []core.CheckpointID, spa
 			free = append(free, u.ID)
 		}
 	}
-	rows, err := many[struct {
+	rows, err := pgtx.Many[struct {
 		ID core.CheckpointID `db:"id"`
 	}](ctx, t, setDeleted+` RETURNING id`, deletedOf(free...))
 	if err != nil {
@@ -436,7 +432,7 @@ type prunedRow struct {
 // prune stops showing these nodes and their ancestors where nothing needs them.
 func (t *tx) prune(ctx context.Context, ids []core.CheckpointID) error {
 	for sum := 0; len(ids) > 0 && sum < pruneMost; {
-		rows, err := many[prunedRow](ctx, t, pruneUp, args{"ids": texts(ids), "levels": pruneLevels})
+		rows, err := pgtx.Many[prunedRow](ctx, t, pruneUp, pgtx.Args{"ids": pgtx.Texts(ids), "levels": pruneLevels})
 		if err != nil {
 			return err
 		}
@@ -457,7 +453,7 @@ func (t *tx) prune(ctx context.Context, ids []core.CheckpointID) error {
 
 // PatchCheckpoint changes name, labels and annotations.
 func (t *tx) PatchCheckpoint(ctx context.Context, id core.CheckpointID, p controller.CheckpointPatch) (controller.Checkpoint, error) {
-	set, drop := split(p.Labels)
+	set, drop := pgtx.Split(p.Labels)
 	note, forget := map[string]json.RawMessage{}, []string{}
 	for k, v := range p.Annotations {
 		if len(v) == 0 || string(v) == "null" {
@@ -470,7 +466,7 @@ func (t *tx) PatchCheckpoint(ctx context.Context, id core.CheckpointID, p contro
 	if p.Name != nil {
 		name = *p.Name
 	}
-	rows, err := checkpoints(many[checkpointRow](ctx, t, `
+	rows, err := checkpoints(pgtx.Many[checkpointRow](ctx, t, `
 		WITH c AS (
 			UPDATE checkpoints SET version = version + 1, labels = (labels - @drop::text[]) || @set::jsonb,
 				annotations = (annotations - @forget::text[]) || @note::jsonb, name = CASE WHEN @rename THEN nullif(@name, '') ELSE name END,
@@ -479,7 +475,7 @@ func (t *tx) PatchCheckpoint(ctx context.Context, id core.CheckpointID, p contro
 				AND project_id = (SELECT current_setting('coppice.project_id')) RETURNING *
 		)
 		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
-		args{
+		pgtx.Args{
 			"id": id, "version": p.Version, "set": set, "drop": drop, "note": note, "forget": forget, "rename": p.Name != nil, "name": name, "pinned": p.Pinned,
 			"ended": []string{string(core.CheckpointFailed), string(core.CheckpointDeleted)},
 		}))

@@ -14,6 +14,7 @@ import (
 	"github.com/riverqueue/river/riverdriver/riverpgxv5"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 )
 
 // queueSchema holds the tables of the queue library; the migrations make it.
@@ -59,7 +60,7 @@ func (s *Store) Chores(ctx context.Context, list []controller.Chore, log *slog.L
 		return fmt.Errorf("prepare the chores: %w", err)
 	}
 	if err := client.Start(context.WithoutCancel(ctx)); err != nil {
-		return mapError(ctx, err)
+		return pgtx.MapError(ctx, err)
 	}
 	select {
 	case <-ctx.Done():
@@ -85,7 +86,7 @@ func (s *Store) chorePool(ctx context.Context) (*pgxpool.Pool, error) {
 	}
 	if err := pool.Ping(ctx); err != nil { // the library takes an absent database for a fault
 		pool.Close()
-		return nil, mapError(ctx, err)
+		return nil, pgtx.MapError(ctx, err)
 	}
 	return pool, nil
 }

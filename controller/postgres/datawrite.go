@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -30,7 +31,7 @@ func (t *tx) InsertDataWrites(ctx context.Context, runner core.RunnerID, log str
 			actions[i] = "deleteFile"
 		}
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		INSERT INTO audit_records (project_id, request_id, actor, source, action, object_id, before, after, outcome, operation_id, detail)
 		SELECT s.project_id, u.request, u.key, u.source, u.action, s.workspace_id, '', '', 'accepted', '',
 			jsonb_build_object('path', u.path, 'by', 'pass', 'runner', s.runner_id, 'sandbox', s.id, 'at', u.at)
@@ -39,7 +40,7 @@ func (t *tx) InsertDataWrites(ctx context.Context, runner core.RunnerID, log str
 		JOIN sandboxes s ON s.id = u.sandbox AND s.runner_id = @runner
 		JOIN api_keys k ON k.id = u.key AND k.project_id = s.project_id
 		ORDER BY u.n`,
-		args{"requests": requests, "sandboxes": sandboxes, "keys": keys, "sources": sources, "actions": actions, "paths": paths, "times": times, "runner": runner})
+		pgtx.Args{"requests": requests, "sandboxes": sandboxes, "keys": keys, "sources": sources, "actions": actions, "paths": paths, "times": times, "runner": runner})
 	return err
 }
 
@@ -50,7 +51,7 @@ type dataLogRow struct {
 
 // newWrites leaves out the writes that were recorded before, and notes that the others are recorded now.
 func (t *tx) newWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) ([]runnerapi.DataWrite, error) {
-	row, err := one[dataLogRow](ctx, t, noRunner(runner), `SELECT data_log, data_recorded FROM runners WHERE id = @id FOR NO KEY UPDATE`, args{"id": runner})
+	row, err := pgtx.One[dataLogRow](ctx, t, noRunner(runner), `SELECT data_log, data_recorded FROM runners WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": runner})
 	if err != nil {
 		return nil, err
 	}
@@ -68,6 +69,6 @@ func (t *tx) newWrites(ctx context.Context, runner core.RunnerID, log string, li
 	if len(fresh) == 0 {
 		return nil, nil
 	}
-	_, err = t.exec(ctx, `UPDATE runners SET data_log = @log, data_recorded = @last WHERE id = @id`, args{"id": runner, "log": log, "last": last})
+	_, err = t.Exec(ctx, `UPDATE runners SET data_log = @log, data_recorded = @last WHERE id = @id`, pgtx.Args{"id": runner, "log": log, "last": last})
 	return fresh, err
 }

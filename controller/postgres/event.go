@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -35,21 +36,17 @@ func (r eventRow) event() controller.Event {
 
 // Events reads by id.
 func (t *tx) Events(ctx context.Context, f controller.EventFilter, after, until int64, limit int) ([]controller.Event, error) {
-	where := newFilter("e", controller.Page{Limit: limit}, true)
-	where.add("e.id > @after_id", "after_id", after)
-	where.add("e.id <= @until_id", "until_id", until)
-	where.equal("project_id", string(f.Project))
-	where.equal("root_id", string(f.Root))
-	where.equal("workspace_id", string(f.WorkspaceID))
+	where := pgtx.NewFilter("e", controller.Page{Limit: limit}, true)
+	where.Add("e.id > @after_id", "after_id", after)
+	where.Add("e.id <= @until_id", "until_id", until)
+	where.Equal("project_id", string(f.Project))
+	where.Equal("root_id", string(f.Root))
+	where.Equal("workspace_id", string(f.WorkspaceID))
 	if len(f.Types) > 0 {
-		where.add("(e.type = ANY(@types::text[]) OR split_part(e.type, '.', 1) = ANY(@types::text[]))", "types", f.Types)
+		where.Add("(e.type = ANY(@types::text[]) OR split_part(e.type, '.', 1) = ANY(@types::text[]))", "types", f.Types)
 	}
-	rows, err := many[eventRow](ctx, t, `SELECT`+eventColumns+` FROM events e`+where.where()+where.tail(), where.args)
-	list := make([]controller.Event, len(rows))
-	for i, r := range rows {
-		list[i] = r.event()
-	}
-	return list, err
+	rows, err := pgtx.Many[eventRow](ctx, t, `SELECT`+eventColumns+` FROM events e`+where.Where()+where.Tail(), where.Args)
+	return pgtx.Map(rows, eventRow.event), err
 }
 
 type tailRow struct {
@@ -65,14 +62,14 @@ const newestEvent = ` CASE WHEN i.is_called THEN i.last_value ELSE 0 END + coppi
 // TailEvents reads the newest events of all projects and, by the same snapshot, below which transaction everything has ended. The
 // sequence is read with it: it is never behind a visible event.
 func (t *tx) TailEvents(ctx context.Context, after int64, limit int) (controller.EventTail, error) {
-	rows, err := many[tailRow](ctx, t, `
+	rows, err := pgtx.Many[tailRow](ctx, t, `
 		WITH tail AS (SELECT * FROM events WHERE id > @after ORDER BY id LIMIT @limit)
 		SELECT coalesce(e.id, 0) AS id, coalesce(e.project_id, '') AS project_id, coalesce(e.type, '') AS type, coalesce(e.workspace_id, '') AS workspace_id,
 			coalesce(e.checkpoint_id, '') AS checkpoint_id, coalesce(e.root_id, '') AS root_id, coalesce(e.operation_id, '') AS operation_id,
 			coalesce(e.data, '{}') AS data, coalesce(e.created_at, now()) AS created_at, s.settled, s.newest, s.history
 		FROM (SELECT pg_snapshot_xmin(pg_current_snapshot())::text AS settled,`+newestEvent+` AS newest, (coppice_event_history() >> 40) + 1 AS history
 			FROM events_id_seq i) AS s LEFT JOIN tail e ON true ORDER BY e.id`,
-		args{"after": after, "limit": limit})
+		pgtx.Args{"after": after, "limit": limit})
 	if err != nil {
 		return controller.EventTail{}, err
 	}
@@ -88,29 +85,19 @@ func (t *tx) TailEvents(ctx context.Context, after int64, limit int) (controller
 	return out, nil
 }
 
-type marksRow struct {
-	Floor  int64 `db:"floor"`
-	Newest int64 `db:"newest"`
-}
-
 // EventMarks reads the sequences, which no snapshot holds back.
 func (t *tx) EventMarks(ctx context.Context) (controller.EventMarks, error) {
-	row, err := one[marksRow](ctx, t, nil, `
-		SELECT f.last_value AS floor,`+newestEvent+` AS newest FROM events_floor f, events_id_seq i`, args{})
-	return controller.EventMarks(row), err
-}
-
-type transactionRow struct {
-	ID string `db:"id"`
+	return pgtx.One[controller.EventMarks](ctx, t, nil, `
+		SELECT f.last_value AS floor,`+newestEvent+` AS newest FROM events_floor f, events_id_seq i`, pgtx.Args{})
 }
 
 // Transaction returns the id of this transaction.
 func (t *tx) Transaction(ctx context.Context) (uint64, error) {
-	row, err := one[transactionRow](ctx, t, nil, `SELECT pg_current_xact_id()::text AS id`, args{})
+	row, err := pgtx.One[string](ctx, t, nil, `SELECT pg_current_xact_id()::text AS id`, pgtx.Args{})
 	if err != nil {
 		return 0, err
 	}
-	id, err := strconv.ParseUint(row.ID, 10, 64)
+	id, err := strconv.ParseUint(row, 10, 64)
 	if err != nil {
 		return 0, fmt.Errorf("read a transaction's id: %w", err)
 	}
@@ -119,6 +106,6 @@ func (t *tx) Transaction(ctx context.Context) (uint64, error) {
 
 // TidyEvents makes the partitions of the next days and drops old ones.
 func (t *tx) TidyEvents(ctx context.Context, keep time.Duration) error {
-	_, err := t.exec(ctx, `SELECT coppice_tidy_events(make_interval(secs => @keep))`, args{"keep": keep.Seconds()})
+	_, err := t.Exec(ctx, `SELECT coppice_tidy_events(make_interval(secs => @keep))`, pgtx.Args{"keep": keep.Seconds()})
 	return err
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -56,7 +57,7 @@ const maxEpoch = 1 << 53
 // RegisterRunner begins a new lease epoch, which is greater than every earlier one, those that the database has lost included.
 func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl time.Duration) (controller.Runner, error) {
 	i := reg.Info
-	row, err := one[runnerRow](ctx, t, nil, `
+	row, err := pgtx.One[runnerRow](ctx, t, nil, `
 		WITH r AS (
 			INSERT INTO runners (id, hostname, endpoint, data_url, data_own_cert, version, class, class_key, capacity, allocated, kvm, disk_free_mb, started_at, egress_key, egress_url, lease_epoch, lease_expires_at, beat_epoch, beat_at)
 			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, @egress_key, @egress_url, @epoch::bigint + 1, now() + make_interval(secs => @ttl), @epoch::bigint + 1, now())
@@ -67,9 +68,9 @@ func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl tim
 			RETURNING *
 		)
 		SELECT`+runnerColumns+` FROM r`,
-		args{
-			"id": i.RunnerID, "hostname": i.Hostname, "endpoint": reg.Endpoint, "data_url": reg.DataURL, "data_own_cert": reg.OwnDataCert, "version": i.Version, "class": i.Class, "class_key": classKey(i.Class),
-			"capacity": i.Capacity, "allocated": i.Allocated, "kvm": i.KVM, "disk": i.DiskFreeMB, "started": i.StartedAt, "egress_key": orNone(i.EgressKey), "egress_url": i.EgressURL, "ttl": ttl.Seconds(),
+		pgtx.Args{
+			"id": i.RunnerID, "hostname": i.Hostname, "endpoint": reg.Endpoint, "data_url": reg.DataURL, "data_own_cert": reg.OwnDataCert, "version": i.Version, "class": i.Class, "class_key": pgtx.ClassKey(i.Class),
+			"capacity": i.Capacity, "allocated": i.Allocated, "kvm": i.KVM, "disk": i.DiskFreeMB, "started": i.StartedAt, "egress_key": pgtx.OrNone(i.EgressKey), "egress_url": i.EgressURL, "ttl": ttl.Seconds(),
 			"epoch": min(max(reg.LeaseEpoch, 0), maxEpoch),
 		})
 	return row.runner(), err
@@ -77,64 +78,44 @@ func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl tim
 
 // Runner returns one.
 func (t *tx) Runner(ctx context.Context, id core.RunnerID) (controller.Runner, error) {
-	row, err := one[runnerRow](ctx, t, noRunner(id), `SELECT`+runnerColumns+` FROM runners r WHERE r.id = @id`, args{"id": id})
+	row, err := pgtx.One[runnerRow](ctx, t, noRunner(id), `SELECT`+runnerColumns+` FROM runners r WHERE r.id = @id`, pgtx.Args{"id": id})
 	return row.runner(), err
 }
 
 // DrainRunner says whether a runner gets new sandboxes.
 func (t *tx) DrainRunner(ctx context.Context, id core.RunnerID, on bool) (controller.Runner, error) {
-	row, err := one[runnerRow](ctx, t, noRunner(id), `
-		WITH r AS (UPDATE runners SET draining = @on WHERE id = @id AND removed_at IS NULL RETURNING *) SELECT`+runnerColumns+` FROM r`, args{"id": id, "on": on})
+	row, err := pgtx.One[runnerRow](ctx, t, noRunner(id), `
+		WITH r AS (UPDATE runners SET draining = @on WHERE id = @id AND removed_at IS NULL RETURNING *) SELECT`+runnerColumns+` FROM r`, pgtx.Args{"id": id, "on": on})
 	return row.runner(), err
 }
 
 // Runners lists, newest first.
 func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runner, error) {
-	q := newFilter("r", p, false)
-	q.add("r.removed_at IS NULL", "", nil)
-	rows, err := many[runnerRow](ctx, t, `SELECT`+runnerColumns+` FROM runners r`+q.where()+q.tail(), q.args)
-	list := make([]controller.Runner, len(rows))
-	for i, r := range rows {
-		list[i] = r.runner()
-	}
-	return list, err
-}
-
-type workspaceIDRow struct {
-	ID core.WorkspaceID `db:"id"`
-}
-
-type runnerIDRow struct {
-	ID core.RunnerID `db:"id"`
-}
-
-func runnerIDs(rows []runnerIDRow) []core.RunnerID {
-	list := make([]core.RunnerID, len(rows))
-	for i, r := range rows {
-		list[i] = r.ID
-	}
-	return list
+	q := pgtx.NewFilter("r", p, false)
+	q.Add("r.removed_at IS NULL", "", nil)
+	rows, err := pgtx.Many[runnerRow](ctx, t, `SELECT`+runnerColumns+` FROM runners r`+q.Where()+q.Tail(), q.Args)
+	return pgtx.Map(rows, runnerRow.runner), err
 }
 
 // FenceRunners gives up on runners that have been silent for so long that they have killed their sandboxes themselves. It leaves
 // those out that somebody else has locked.
 func (t *tx) FenceRunners(ctx context.Context, hard time.Duration, limit int) ([]core.RunnerID, error) {
-	rows, err := many[runnerIDRow](ctx, t, `
+	rows, err := pgtx.Many[core.RunnerID](ctx, t, `
 		WITH due AS (
 			SELECT id FROM runners WHERE lease_expires_at < now() - make_interval(secs => @hard) AND fenced_at IS NULL
 			ORDER BY id LIMIT @limit FOR NO KEY UPDATE SKIP LOCKED
 		)
 		UPDATE runners r SET fenced_at = now(), lease_epoch = r.lease_epoch + 1 FROM due WHERE r.id = due.id RETURNING r.id`,
-		args{"hard": hard.Seconds(), "limit": limit})
+		pgtx.Args{"hard": hard.Seconds(), "limit": limit})
 	if err != nil {
 		return nil, err
 	}
 	// What they were fetching nobody fetches any more, but for what they have captured on it: it is on their hosts, and they end the fetch when they
 	// are back. The rows are those of all that have been given up: one may have been at a heartbeat then.
-	_, err = t.exec(ctx, `
+	_, err = t.Exec(ctx, `
 		DELETE FROM store_holds h USING runners r WHERE r.id = h.runner_id AND r.fenced_at IS NOT NULL AND (r.removed_at IS NOT NULL
-			OR NOT EXISTS (SELECT 1 FROM checkpoints c WHERE c.runner_id = r.id AND c.state IN ('capturing', 'captured')))`, args{})
-	return runnerIDs(rows), err
+			OR NOT EXISTS (SELECT 1 FROM checkpoints c WHERE c.runner_id = r.id AND c.state IN ('capturing', 'captured')))`, pgtx.Args{})
+	return rows, err
 }
 
 // running selects from the sandboxes s of a runner those that are the present ones of workspaces w that run.
@@ -143,24 +124,23 @@ const running = ` s.ended_at IS NULL AND w.sandbox_id = s.id AND w.state IN ('re
 // FencedRunners lists runners that were given up although the rows say that workspaces run there. One that holds no sandbox
 // costs one probe.
 func (t *tx) FencedRunners(ctx context.Context, limit int) ([]core.RunnerID, error) {
-	rows, err := many[runnerIDRow](ctx, t, `
+	return pgtx.Many[core.RunnerID](ctx, t, `
 		SELECT r.id FROM runners r JOIN runner_loads l ON l.runner_id = r.id AND l.sandboxes > 0 WHERE r.fenced_at IS NOT NULL
 			AND EXISTS (SELECT 1 FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id WHERE s.runner_id = r.id AND`+running+` OFFSET 0)
-		ORDER BY r.id LIMIT @limit`, args{"limit": limit})
-	return runnerIDs(rows), err
+		ORDER BY r.id LIMIT @limit`, pgtx.Args{"limit": limit})
 }
 
 // LoseWorkspaces ends workspaces that run on a runner that was given up. The runner's row is locked, so that it does not register
 // meanwhile. Rows that somebody else has locked are left out.
 func (t *tx) LoseWorkspaces(ctx context.Context, runner core.RunnerID, why controller.Failure, limit int) ([]core.WorkspaceID, error) {
-	n, err := t.exec(ctx, `SELECT FROM runners WHERE id = @runner AND fenced_at IS NOT NULL FOR NO KEY UPDATE SKIP LOCKED`, args{"runner": runner})
+	n, err := t.Exec(ctx, `SELECT FROM runners WHERE id = @runner AND fenced_at IS NOT NULL FOR NO KEY UPDATE SKIP LOCKED`, pgtx.Args{"runner": runner})
 	if err != nil || n == 0 {
 		return nil, err
 	}
-	rows, err := many[heldRow](ctx, t, `
+	rows, err := pgtx.Many[heldRow](ctx, t, `
 		SELECT s.id, w.id AS workspace_id, w.state, true AS current, true AS settled, s.stalled_at AS stalled
 		FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id WHERE s.runner_id = @runner AND`+running+`
-		ORDER BY w.id LIMIT @limit FOR NO KEY UPDATE OF w SKIP LOCKED`, args{"runner": runner, "limit": limit})
+		ORDER BY w.id LIMIT @limit FOR NO KEY UPDATE OF w SKIP LOCKED`, pgtx.Args{"runner": runner, "limit": limit})
 	if err != nil || len(rows) == 0 {
 		return nil, err
 	}

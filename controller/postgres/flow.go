@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -105,10 +106,6 @@ func (t *tx) place(ctx context.Context, list []core.Flow, rooms flowRooms) (rows
 	return rows, counts, nil
 }
 
-type flowIDRow struct {
-	ID string `db:"id"`
-}
-
 type flowAt struct {
 	SandboxID core.SandboxID `json:"sandbox_id"`
 	At        time.Time      `json:"at"`
@@ -121,12 +118,12 @@ func (t *tx) haveRows(ctx context.Context, list []core.Flow) (map[string]bool, e
 	for i, f := range list {
 		asked[i] = flowAt{SandboxID: f.SandboxID, At: f.At, ID: f.ID}
 	}
-	rows, err := many[flowIDRow](ctx, t, `
+	rows, err := pgtx.Many[string](ctx, t, `
 		SELECT v.id FROM jsonb_to_recordset(@asked::jsonb) AS v (sandbox_id text, at timestamptz, id text)
-		CROSS JOIN LATERAL (SELECT FROM flows f WHERE f.sandbox_id = v.sandbox_id AND f.at = v.at AND f.id = v.id LIMIT 1) f`, args{"asked": asked})
+		CROSS JOIN LATERAL (SELECT FROM flows f WHERE f.sandbox_id = v.sandbox_id AND f.at = v.at AND f.id = v.id LIMIT 1) f`, pgtx.Args{"asked": asked})
 	has := make(map[string]bool, len(rows))
 	for _, r := range rows {
-		has[r.ID] = true
+		has[r] = true
 	}
 	return has, err
 }
@@ -150,7 +147,7 @@ func (t *tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []co
 		}
 		rows, of[flowKey{f.ID, row.Final}] = append(rows, row), f
 	}
-	kept, err := many[keptRow](ctx, t, `
+	kept, err := pgtx.Many[keptRow](ctx, t, `
 		INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason,
 			status, sent_bytes, received_bytes, ended_at, count, last_at)
 		SELECT s.project_id, s.workspace_id, s.id, s.epoch, v.id, v.at, v.final, v.changes, v.spoken, v.host, v.port, v.method, v.path, v.outcome, v.rule, v.grant_id, v.reason,
@@ -159,7 +156,7 @@ func (t *tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []co
 			method text, path text, outcome text, rule text, grant_id text, reason text, status int, sent_bytes bigint, received_bytes bigint, ended_at timestamptz,
 			count bigint, last_at timestamptz)
 		JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = v.sandbox_id LIMIT 1) s ON s.runner_id = @runner
-		ON CONFLICT DO NOTHING RETURNING id, final`, args{"rows": rows, "runner": runner})
+		ON CONFLICT DO NOTHING RETURNING id, final`, pgtx.Args{"rows": rows, "runner": runner})
 	fresh := make([]core.Flow, len(kept))
 	for i, k := range kept {
 		fresh[i] = of[flowKey(k)]
@@ -167,18 +164,9 @@ func (t *tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []co
 	return fresh, err
 }
 
-type sandboxIDRow struct {
-	ID core.SandboxID `db:"id"`
-}
-
 // OwnSandboxes selects.
 func (t *tx) OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.SandboxID) ([]core.SandboxID, error) {
-	rows, err := many[sandboxIDRow](ctx, t, `SELECT s.id FROM sandboxes s WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, args{"ids": texts(ids), "runner": runner})
-	list := make([]core.SandboxID, len(rows))
-	for i, r := range rows {
-		list[i] = r.ID
-	}
-	return list, err
+	return pgtx.Many[core.SandboxID](ctx, t, `SELECT s.id FROM sandboxes s WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, pgtx.Args{"ids": pgtx.Texts(ids), "runner": runner})
 }
 
 // flowColumns are those of the relation f.
@@ -228,33 +216,29 @@ func (r flowRow) flow() flows.Flow {
 	}
 	return flows.Flow{WorkspaceID: r.WorkspaceID, Counted: r.Counted, Opaque: r.Opaque, Flow: core.Flow{
 		ID: r.ID, SandboxID: r.SandboxID, Epoch: r.Epoch, At: r.At.UTC(), Spoken: r.Spoken, Host: r.Host, Port: r.Port, Method: r.Method, Path: r.Path,
-		Outcome: r.Outcome, Rule: r.Rule, Grant: r.Grant, Reason: r.Reason, Status: r.Status, Sent: r.Sent, Received: r.Received, Ended: timeOf(r.Ended).UTC(),
-		Count: r.Count, Last: timeOf(r.Last).UTC(),
+		Outcome: r.Outcome, Rule: r.Rule, Grant: r.Grant, Reason: r.Reason, Status: r.Status, Sent: r.Sent, Received: r.Received, Ended: pgtx.TimeOf(r.Ended).UTC(),
+		Count: r.Count, Last: pgtx.TimeOf(r.Last).UTC(),
 	}}
 }
 
 // WorkspaceFlows lists, newest first. A count has the place of its first flow.
 func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f flows.Filter) ([]flows.Flow, error) {
-	q := &filter{relation: "f", args: args{"limit": f.Limit}}
-	q.equal("workspace_id", string(id))
-	q.equal("outcome", string(f.Outcome))
-	q.equal("host", f.Host)
+	q := &pgtx.Filter{Relation: "f", Args: pgtx.Args{"limit": f.Limit}}
+	q.Equal("workspace_id", string(id))
+	q.Equal("outcome", string(f.Outcome))
+	q.Equal("host", f.Host)
 	if f.After.ID != "" {
-		q.add("(f.at, f.id) < (@after_at::timestamptz, @after_id::text)", "after_at", f.After.At)
-		q.args["after_id"] = f.After.ID
+		q.Add("(f.at, f.id) < (@after_at::timestamptz, @after_id::text)", "after_at", f.After.At)
+		q.Args["after_id"] = f.After.ID
 	}
-	counts := q.where()
-	q.add(lastOfFlow, "", nil)
-	rows, err := many[flowRow](ctx, t, `
-		(SELECT`+flowColumns+` FROM flows f`+q.where()+` ORDER BY f.at DESC, f.id DESC LIMIT @limit)
+	counts := q.Where()
+	q.Add(lastOfFlow, "", nil)
+	rows, err := pgtx.Many[flowRow](ctx, t, `
+		(SELECT`+flowColumns+` FROM flows f`+q.Where()+` ORDER BY f.at DESC, f.id DESC LIMIT @limit)
 		UNION ALL
 		(SELECT f.* FROM (SELECT`+countColumns+` FROM flow_counts n WHERE n.count > 0) f`+counts+` ORDER BY f.at DESC, f.id DESC LIMIT @limit)
-		ORDER BY at DESC, id DESC LIMIT @limit`, q.args)
-	list := make([]flows.Flow, len(rows))
-	for i, r := range rows {
-		list[i] = r.flow()
-	}
-	return list, err
+		ORDER BY at DESC, id DESC LIMIT @limit`, q.Args)
+	return pgtx.Map(rows, flowRow.flow), err
 }
 
 // FindWorkspace reads it.
@@ -287,7 +271,7 @@ type effectRow struct {
 // Effects walks the path and looks at each segment along an index: at most limit rows and limit counts of each.
 func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after flows.EffectMark, limit int) ([]flows.Effect, error) {
 	const later = ` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))`
-	rows, err := many[effectRow](ctx, t, `
+	rows, err := pgtx.Many[effectRow](ctx, t, `
 		WITH RECURSIVE up AS (
 			SELECT c.id, c.parent_id, c.depth, c.sandbox_id, c.instant_at FROM checkpoints c WHERE c.id = @id
 			UNION ALL
@@ -304,7 +288,7 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after flows.Effe
 			(SELECT f.* FROM (SELECT`+countColumns+` FROM flow_counts n WHERE`+countSegment+`) f WHERE true`+later+` ORDER BY f.at, f.id LIMIT @limit)
 		) f
 		ORDER BY c.depth, f.at, f.id LIMIT @limit`,
-		args{"id": id, "depth": after.Depth, "after_at": after.At, "after_id": after.ID, "limit": limit})
+		pgtx.Args{"id": id, "depth": after.Depth, "after_at": after.At, "after_id": after.ID, "limit": limit})
 	list := make([]flows.Effect, len(rows))
 	for i, r := range rows {
 		list[i] = flows.Effect{Flow: r.flow(), CheckpointID: r.CheckpointID, Depth: r.Depth}
@@ -314,12 +298,12 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after flows.Effe
 
 // effects counts those of each of the nodes that its parent has not. It looks at a bounded number of rows of each node.
 func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.CheckpointID]int, error) {
-	rows, err := many[countRow](ctx, t, `
+	rows, err := pgtx.Many[countRow](ctx, t, `
 		SELECT c.id AS parent_id, f.count + n.count AS count
 		FROM checkpoints c LEFT JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = c.parent_id LIMIT 1) p ON true
 		CROSS JOIN LATERAL (SELECT count(*) FROM (SELECT FROM flows f WHERE`+segment+` LIMIT @most) few) f
 		CROSS JOIN LATERAL (SELECT least(coalesce(sum(n.count), 0), 1::bigint << 61)::bigint AS count FROM flow_counts n WHERE`+countSegment+`) n
-		WHERE c.id = ANY(@ids::text[]) AND c.sandbox_id IS NOT NULL AND f.count + n.count > 0`, args{"ids": texts(ids), "most": flows.MaxEffectRows})
+		WHERE c.id = ANY(@ids::text[]) AND c.sandbox_id IS NOT NULL AND f.count + n.count > 0`, pgtx.Args{"ids": pgtx.Texts(ids), "most": flows.MaxEffectRows})
 	counts := make(map[core.CheckpointID]int, len(rows))
 	for _, r := range rows {
 		counts[r.ID] = r.Count
@@ -329,9 +313,9 @@ func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.Che
 
 // TidyFlows has the owner do it: nobody else may.
 func (t *tx) TidyFlows(ctx context.Context, keep time.Duration) error {
-	if _, err := t.exec(ctx, `SELECT coppice_tidy_flows(make_interval(secs => @keep))`, args{"keep": keep.Seconds()}); err != nil {
+	if _, err := t.Exec(ctx, `SELECT coppice_tidy_flows(make_interval(secs => @keep))`, pgtx.Args{"keep": keep.Seconds()}); err != nil {
 		return err
 	}
-	_, err := t.exec(ctx, `DELETE FROM flow_rows WHERE month + interval '1 month' <= (now() - make_interval(secs => @keep)) AT TIME ZONE 'UTC'`, args{"keep": keep.Seconds()})
+	_, err := t.Exec(ctx, `DELETE FROM flow_rows WHERE month + interval '1 month' <= (now() - make_interval(secs => @keep)) AT TIME ZONE 'UTC'`, pgtx.Args{"keep": keep.Seconds()})
 	return err
 }

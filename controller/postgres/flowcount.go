@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -241,10 +242,6 @@ func flowHash(f core.Flow) int64 {
 	return int64(binary.BigEndian.Uint64(h.Sum(nil))) //nolint:gosec // any 64 bits do
 }
 
-type hashRow struct {
-	Hash int64 `db:"hash"`
-}
-
 // uncounted leaves out what one of the runner's last batches has added to counts, and what comes twice in this one. The lock makes
 // one batch of a runner at a time look and count.
 func (t *tx) uncounted(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error) {
@@ -252,16 +249,16 @@ func (t *tx) uncounted(ctx context.Context, runner core.RunnerID, list []core.Fl
 	for i, f := range list {
 		hashes[i] = flowHash(f)
 	}
-	t.soon(`SELECT pg_advisory_xact_lock(hashtextextended('flows of ' || @runner::text, 0))`, args{"runner": runner})
-	rows, err := many[hashRow](ctx, t, `
+	t.Soon(`SELECT pg_advisory_xact_lock(hashtextextended('flows of ' || @runner::text, 0))`, pgtx.Args{"runner": runner})
+	rows, err := pgtx.Many[int64](ctx, t, `
 		SELECT DISTINCT k.hash FROM flow_batches b CROSS JOIN LATERAL unnest(b.keys) AS k (hash) WHERE b.runner_id = @runner AND k.hash = ANY(@hashes::bigint[])`,
-		args{"runner": runner, "hashes": hashes})
+		pgtx.Args{"runner": runner, "hashes": hashes})
 	if err != nil {
 		return nil, err
 	}
 	seen := make(map[int64]bool, len(list))
 	for _, r := range rows {
-		seen[r.Hash] = true
+		seen[r] = true
 	}
 	fresh := make([]core.Flow, 0, len(list))
 	for i, f := range list {
@@ -291,11 +288,11 @@ func (t *tx) loadCounts(ctx context.Context, list []core.Flow, c *flowCounts) er
 	for b := range asked {
 		buckets = append(buckets, b)
 	}
-	rows, err := many[flowCount](ctx, t, `
+	rows, err := pgtx.Many[flowCount](ctx, t, `
 		SELECT c.sandbox_id, c.kind, c.daily, c.from_at, c.spoken, c.opaque, c.host, c.port, c.grant_id, c.first_at, c.last_at
 		FROM jsonb_to_recordset(@buckets::jsonb) AS v (sandbox_id text, daily boolean, from_at timestamptz)
 		CROSS JOIN unnest(ARRAY['effect', 'read', 'denied']) AS k (kind)
-		JOIN flow_counts c ON c.sandbox_id = v.sandbox_id AND c.kind = k.kind AND c.daily = v.daily AND c.from_at = v.from_at`, args{"buckets": buckets})
+		JOIN flow_counts c ON c.sandbox_id = v.sandbox_id AND c.kind = k.kind AND c.daily = v.daily AND c.from_at = v.from_at`, pgtx.Args{"buckets": buckets})
 	c.load(rows)
 	return err
 }
@@ -313,7 +310,7 @@ func (t *tx) saveCounts(ctx context.Context, runner core.RunnerID, c *flowCounts
 		return cmp.Or(cmp.Compare(a.Sandbox, b.Sandbox), cmp.Compare(a.Kind, b.Kind), a.From.Compare(b.From), cmp.Compare(a.Host, b.Host), cmp.Compare(a.Port, b.Port),
 			cmp.Compare(a.Grant, b.Grant), cmp.Compare(a.Spoken, b.Spoken))
 	})
-	if _, err := t.exec(ctx, `
+	if _, err := t.Exec(ctx, `
 		INSERT INTO flow_counts AS c (project_id, workspace_id, sandbox_id, epoch, kind, daily, from_at, spoken, opaque, host, port, grant_id, rule, count,
 			sent_bytes, received_bytes, first_at, last_at)
 		SELECT s.project_id, s.workspace_id, s.id, s.epoch, v.kind, v.daily, v.from_at, v.spoken, v.opaque, v.host, v.port, v.grant_id, v.rule, v.count,
@@ -323,19 +320,19 @@ func (t *tx) saveCounts(ctx context.Context, runner core.RunnerID, c *flowCounts
 		JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = v.sandbox_id LIMIT 1) s ON s.runner_id = @runner
 		ON CONFLICT ON CONSTRAINT flow_counts_pkey DO UPDATE SET count = least(c.count + excluded.count, 1::bigint << 61),
 			sent_bytes = least(c.sent_bytes + excluded.sent_bytes, 1::bigint << 61), received_bytes = least(c.received_bytes + excluded.received_bytes, 1::bigint << 61),
-			first_at = least(c.first_at, excluded.first_at), last_at = greatest(c.last_at, excluded.last_at)`, args{"rows": rows, "runner": runner}); err != nil {
+			first_at = least(c.first_at, excluded.first_at), last_at = greatest(c.last_at, excluded.last_at)`, pgtx.Args{"rows": rows, "runner": runner}); err != nil {
 		return err
 	}
-	t.soon(`INSERT INTO flow_batches (runner_id, keys) VALUES (@runner, @keys)`, args{"runner": runner, "keys": c.hashes})
-	t.soon(`
+	t.Soon(`INSERT INTO flow_batches (runner_id, keys) VALUES (@runner, @keys)`, pgtx.Args{"runner": runner, "keys": c.hashes})
+	t.Soon(`
 		DELETE FROM flow_batches WHERE runner_id = @runner AND id <= (SELECT b.id FROM flow_batches b WHERE b.runner_id = @runner ORDER BY b.id DESC OFFSET @most LIMIT 1)`,
-		args{"runner": runner, "most": flows.CountedBatches})
+		pgtx.Args{"runner": runner, "most": flows.CountedBatches})
 	return nil
 }
 
 // FoldFlowCounts adds minutes to days. A day has more room for hosts than a minute; what does not fit shares a row as in a minute.
 func (t *tx) FoldFlowCounts(ctx context.Context, limit int) (int, error) {
-	row, err := one[countRow](ctx, t, nil, `
+	row, err := pgtx.One[countRow](ctx, t, nil, `
 		WITH old AS (
 			DELETE FROM flow_counts WHERE ctid = ANY(ARRAY(
 				SELECT ctid FROM flow_counts WHERE NOT daily AND from_at < now() - make_interval(secs => @kept) ORDER BY from_at LIMIT @limit FOR UPDATE SKIP LOCKED))
@@ -376,21 +373,21 @@ func (t *tx) FoldFlowCounts(ctx context.Context, limit int) (int, error) {
 				first_at = least(c.first_at, excluded.first_at), last_at = greatest(c.last_at, excluded.last_at)
 		)
 		SELECT '' AS parent_id, count(*) AS count FROM old`,
-		args{"kept": flows.MinutesKept.Seconds(), "limit": limit, "most": flows.CountsOfDay, "rules": flows.CountsOfRules})
+		pgtx.Args{"kept": flows.MinutesKept.Seconds(), "limit": limit, "most": flows.CountsOfDay, "rules": flows.CountsOfRules})
 	return row.Count, err
 }
 
 // TidyFlowCounts removes days that are too old, and the notes of batches that are older than a day.
 func (t *tx) TidyFlowCounts(ctx context.Context, keep time.Duration, limit int) (int, error) {
-	days, err := t.exec(ctx, `
+	days, err := t.Exec(ctx, `
 		DELETE FROM flow_counts WHERE ctid = ANY(ARRAY(
 			SELECT ctid FROM flow_counts WHERE daily AND from_at + interval '1 day' <= now() - make_interval(secs => @keep) ORDER BY from_at LIMIT @limit FOR UPDATE SKIP LOCKED))`,
-		args{"keep": keep.Seconds(), "limit": limit})
+		pgtx.Args{"keep": keep.Seconds(), "limit": limit})
 	if err != nil {
 		return 0, err
 	}
-	batches, err := t.exec(ctx, `
+	batches, err := t.Exec(ctx, `
 		DELETE FROM flow_batches WHERE id = ANY(ARRAY(SELECT id FROM flow_batches WHERE created_at < now() - interval '1 day' ORDER BY created_at LIMIT @limit FOR UPDATE SKIP LOCKED))`,
-		args{"limit": limit})
+		pgtx.Args{"limit": limit})
 	return int(max(days, batches)), err
 }

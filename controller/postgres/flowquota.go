@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -59,14 +60,14 @@ func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Fl
 		}
 	}
 	const sums = `SELECT coalesce(sum(r.rows), 0)::bigint AS rows, coalesce(sum(r.effects), 0)::bigint AS effects, coalesce(sum(r.denied), 0)::bigint AS denied FROM flow_rows r`
-	rows, err := many[roomRow](ctx, t, `
+	rows, err := pgtx.Many[roomRow](ctx, t, `
 		SELECT s.id, s.project_id, s.workspace_id, now() AS now, EXISTS (SELECT FROM flow_counts c WHERE c.sandbox_id = s.id) AS counted,
 			w.rows AS workspace_rows, w.effects AS workspace_effects, w.denied AS workspace_denied,
 			p.rows AS project_rows, p.effects AS project_effects, p.denied AS project_denied
 		FROM sandboxes s
 		CROSS JOIN LATERAL (`+sums+` WHERE r.project_id = s.project_id AND r.workspace_id = s.workspace_id) w
 		CROSS JOIN LATERAL (`+sums+` WHERE r.project_id = s.project_id AND r.workspace_id = '') p
-		WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, args{"ids": texts(ids), "runner": runner})
+		WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, pgtx.Args{"ids": pgtx.Texts(ids), "runner": runner})
 	left := func(rows, effects, denied int64, of func(flows.RowQuota) int64) map[flows.Kind]int64 {
 		return map[flows.Kind]int64{
 			flows.KindRead: of(q.Reads) - (rows - effects - denied), flows.KindEffect: of(q.Effects) - effects, flows.KindDenied: of(q.Denied) - denied,
@@ -176,14 +177,14 @@ func (t *tx) countFlows(ctx context.Context, rooms flowRooms) (omitted int64, er
 	slices.SortFunc(rows, func(a, b *flowRoom) int {
 		return cmp.Or(cmp.Compare(a.ProjectID, b.ProjectID), cmp.Compare(a.Workspace, b.Workspace))
 	})
-	_, err = t.exec(ctx, `
+	_, err = t.Exec(ctx, `
 		INSERT INTO flow_rows AS r (project_id, workspace_id, month, rows, effects, denied, omitted, omitted_first_at, omitted_last_at)
 		SELECT v.project_id, v.workspace_id, date_trunc('month', now() AT TIME ZONE 'UTC')::date, v.rows, v.effects, v.denied, v.omitted, v.omitted_first_at, v.omitted_last_at
 		FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, rows bigint, effects bigint, denied bigint, omitted bigint,
 			omitted_first_at timestamptz, omitted_last_at timestamptz)
 		ON CONFLICT ON CONSTRAINT flow_rows_pkey DO UPDATE SET rows = r.rows + excluded.rows, effects = r.effects + excluded.effects, denied = r.denied + excluded.denied,
 			omitted = least(r.omitted + excluded.omitted, 1::bigint << 61),
-			omitted_first_at = least(r.omitted_first_at, excluded.omitted_first_at), omitted_last_at = greatest(r.omitted_last_at, excluded.omitted_last_at)`, args{"rows": rows})
+			omitted_first_at = least(r.omitted_first_at, excluded.omitted_first_at), omitted_last_at = greatest(r.omitted_last_at, excluded.omitted_last_at)`, pgtx.Args{"rows": rows})
 	return omitted, err
 }
 
@@ -195,8 +196,8 @@ type omittedRow struct {
 
 // OmittedFlows adds the months up.
 func (t *tx) OmittedFlows(ctx context.Context, id core.WorkspaceID) (flows.Omitted, error) {
-	row, err := one[omittedRow](ctx, t, nil, `
+	row, err := pgtx.One[omittedRow](ctx, t, nil, `
 		SELECT coalesce(sum(r.omitted), 0)::bigint AS count, min(r.omitted_first_at) AS first_at, max(r.omitted_last_at) AS last_at
-		FROM workspaces w JOIN flow_rows r ON r.project_id = w.project_id AND r.workspace_id = w.id WHERE w.id = @id`, args{"id": id})
-	return flows.Omitted{Count: row.Count, First: timeOf(row.First).UTC(), Last: timeOf(row.Last).UTC()}, err
+		FROM workspaces w JOIN flow_rows r ON r.project_id = w.project_id AND r.workspace_id = w.id WHERE w.id = @id`, pgtx.Args{"id": id})
+	return flows.Omitted{Count: row.Count, First: pgtx.TimeOf(row.First).UTC(), Last: pgtx.TimeOf(row.Last).UTC()}, err
 }

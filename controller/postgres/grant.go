@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 )
@@ -42,7 +43,7 @@ func (r grantRow) held() grants.Held {
 		Grant: grants.Grant{
 			ID: r.ID, ProjectID: r.ProjectID, Owner: r.Owner, Name: r.Name, Provider: r.Provider, Mode: r.Mode, VaultRef: r.VaultRef, SecretID: r.SecretID,
 			Hosts: r.Hosts, Header: r.Header, Methods: r.Methods, Paths: r.Paths, Env: r.Env, BaseEnv: r.BaseEnv, BasePath: r.BasePath,
-			MaxBytes: r.MaxBytes, PerMinute: r.PerMinute, Reserved: r.Reserved, Size: r.Size, Version: r.Version, ExpiresAt: timeOf(r.ExpiresAt), CreatedAt: r.CreatedAt, UpdatedAt: r.UpdatedAt,
+			MaxBytes: r.MaxBytes, PerMinute: r.PerMinute, Reserved: r.Reserved, Size: r.Size, Version: r.Version, ExpiresAt: pgtx.TimeOf(r.ExpiresAt), CreatedAt: r.CreatedAt, UpdatedAt: r.UpdatedAt,
 		},
 		Workspace: r.Workspace, Placeholder: r.Placeholder,
 	}
@@ -54,19 +55,15 @@ const grantColumns = ` g.id, g.project_id, g.workspace_id AS owner, g.name, g.pr
 
 // HeldGrants lists by workspace and name.
 func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]grants.Held, error) {
-	rows, err := many[grantRow](ctx, t, `
+	rows, err := pgtx.Many[grantRow](ctx, t, `
 		SELECT`+grantColumns+` FROM grant_holders h JOIN grants g ON g.id = h.grant_id
-		WHERE h.workspace_id = ANY(@of::text[]) ORDER BY h.workspace_id, h.name`, args{"of": texts(of)})
-	list := make([]grants.Held, len(rows))
-	for i, r := range rows {
-		list[i] = r.held()
-	}
-	return list, err
+		WHERE h.workspace_id = ANY(@of::text[]) ORDER BY h.workspace_id, h.name`, pgtx.Args{"of": pgtx.Texts(of)})
+	return pgtx.Map(rows, grantRow.held), err
 }
 
 // PutGrant keeps the id of a grant that is there, and with it those who have it by forks.
 func (t *tx) PutGrant(ctx context.Context, g grants.Grant, ttl time.Duration, placeholder string) (grants.Held, error) {
-	row, err := one[grantRow](ctx, t, nil, `
+	row, err := pgtx.One[grantRow](ctx, t, nil, `
 		WITH g AS (
 			INSERT INTO grants (id, project_id, workspace_id, name, provider, mode, vault_ref, secret_id, hosts, header, methods, paths, env, base_env, base_path, max_bytes, per_minute,
 				secret_bytes, bundle_bytes, expires_at)
@@ -84,9 +81,9 @@ func (t *tx) PutGrant(ctx context.Context, g grants.Grant, ttl time.Duration, pl
 			RETURNING *
 		)
 		SELECT`+grantColumns+` FROM g CROSS JOIN h`,
-		args{
-			"id": g.ID, "project": g.ProjectID, "owner": g.Owner, "name": g.Name, "provider": g.Provider, "mode": g.Mode, "ref": g.VaultRef, "secret": orNull(g.SecretID),
-			"hosts": orNone(g.Hosts), "header": g.Header, "methods": orNone(g.Methods), "paths": orNone(g.Paths), "env": g.Env, "base_env": g.BaseEnv, "base_path": g.BasePath,
+		pgtx.Args{
+			"id": g.ID, "project": g.ProjectID, "owner": g.Owner, "name": g.Name, "provider": g.Provider, "mode": g.Mode, "ref": g.VaultRef, "secret": pgtx.OrNull(g.SecretID),
+			"hosts": pgtx.OrNone(g.Hosts), "header": g.Header, "methods": pgtx.OrNone(g.Methods), "paths": pgtx.OrNone(g.Paths), "env": g.Env, "base_env": g.BaseEnv, "base_path": g.BasePath,
 			"max_bytes": g.MaxBytes, "per_minute": g.PerMinute, "secret_bytes": g.Reserved, "bundle_bytes": g.Size, "ttl": ttl.Seconds(), "placeholder": placeholder,
 		})
 	return row.held(), err
@@ -94,11 +91,10 @@ func (t *tx) PutGrant(ctx context.Context, g grants.Grant, ttl time.Duration, pl
 
 // CountGrants counts those of a project that a workspace has which has not ended.
 func (t *tx) CountGrants(ctx context.Context, project core.ProjectID) (int, error) {
-	row, err := one[numberRow](ctx, t, nil, `
+	return pgtx.One[int](ctx, t, nil, `
 		SELECT count(*) AS n FROM grants g
 		WHERE g.project_id = @project AND EXISTS (
-			SELECT 1 FROM grant_holders h JOIN workspaces w ON w.id = h.workspace_id WHERE h.grant_id = g.id AND w.ended_at IS NULL)`, args{"project": project})
-	return row.N, err
+			SELECT 1 FROM grant_holders h JOIN workspaces w ON w.id = h.workspace_id WHERE h.grant_id = g.id AND w.ended_at IS NULL)`, pgtx.Args{"project": project})
 }
 
 type holderRow struct {
@@ -108,33 +104,28 @@ type holderRow struct {
 
 // LargestHolder adds up what each of those has that have the grant.
 func (t *tx) LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error) {
-	row, err := one[holderRow](ctx, t, core.Errorf(core.NotFound, core.CodeGrantNotFound, "nobody has grant %s", id), `
+	row, err := pgtx.One[holderRow](ctx, t, core.Errorf(core.NotFound, core.CodeGrantNotFound, "nobody has grant %s", id), `
 		SELECT x.workspace_id, sum(g.bundle_bytes)::bigint AS size
 		FROM grant_holders x JOIN grant_holders h ON h.workspace_id = x.workspace_id JOIN grants g ON g.id = h.grant_id
-		WHERE x.grant_id = @id GROUP BY x.workspace_id ORDER BY size DESC, x.workspace_id LIMIT 1`, args{"id": id})
+		WHERE x.grant_id = @id GROUP BY x.workspace_id ORDER BY size DESC, x.workspace_id LIMIT 1`, pgtx.Args{"id": id})
 	return row.ID, row.Size, err
 }
 
 // DropGrant takes its holders with it.
 func (t *tx) DropGrant(ctx context.Context, id core.GrantID) error {
-	_, err := t.exec(ctx, `DELETE FROM grants WHERE id = @id`, args{"id": id})
+	_, err := t.Exec(ctx, `DELETE FROM grants WHERE id = @id`, pgtx.Args{"id": id})
 	return err
 }
 
 // DropHolders is one statement for all.
 func (t *tx) DropHolders(ctx context.Context, id core.GrantID, from []core.WorkspaceID) error {
-	_, err := t.exec(ctx, `DELETE FROM grant_holders WHERE grant_id = @id AND workspace_id = ANY(@from::text[])`, args{"id": id, "from": texts(from)})
+	_, err := t.Exec(ctx, `DELETE FROM grant_holders WHERE grant_id = @id AND workspace_id = ANY(@from::text[])`, pgtx.Args{"id": id, "from": pgtx.Texts(from)})
 	return err
 }
 
 // GrantHolders lists them.
 func (t *tx) GrantHolders(ctx context.Context, id core.GrantID) ([]core.WorkspaceID, error) {
-	rows, err := many[workspaceIDRow](ctx, t, `SELECT workspace_id AS id FROM grant_holders WHERE grant_id = @id ORDER BY workspace_id`, args{"id": id})
-	list := make([]core.WorkspaceID, len(rows))
-	for i, r := range rows {
-		list[i] = r.ID
-	}
-	return list, err
+	return pgtx.Many[core.WorkspaceID](ctx, t, `SELECT workspace_id AS id FROM grant_holders WHERE grant_id = @id ORDER BY workspace_id`, pgtx.Args{"id": id})
 }
 
 // neverSealed is what a workspace with grants has until its runner was given them.
@@ -146,26 +137,26 @@ func (t *tx) InsertHolders(ctx context.Context, list []grants.Holder) error {
 	for i, h := range list {
 		workspaces[i], grantIDs[i], placeholders[i] = string(h.Workspace), string(h.Grant), h.Placeholder
 	}
-	if _, err := t.exec(ctx, `
+	if _, err := t.Exec(ctx, `
 		INSERT INTO grant_holders (workspace_id, name, project_id, grant_id, placeholder)
 		SELECT v.workspace_id, g.name, g.project_id, g.id, v.placeholder
 		FROM unnest(@workspaces::text[], @grants::text[], @placeholders::text[]) AS v (workspace_id, grant_id, placeholder) JOIN grants g ON g.id = v.grant_id`,
-		args{"workspaces": workspaces, "grants": grantIDs, "placeholders": placeholders}); err != nil {
+		pgtx.Args{"workspaces": workspaces, "grants": grantIDs, "placeholders": placeholders}); err != nil {
 		return err
 	}
-	_, err := t.exec(ctx, `UPDATE workspaces SET `+neverSealed+` WHERE id = ANY(@ids::text[])`, args{"ids": workspaces})
+	_, err := t.Exec(ctx, `UPDATE workspaces SET `+neverSealed+` WHERE id = ANY(@ids::text[])`, pgtx.Args{"ids": workspaces})
 	return err
 }
 
 // ChangedGrants locks rows in the order of their ids.
 func (t *tx) ChangedGrants(ctx context.Context, ids []core.WorkspaceID) error {
-	if _, err := t.exec(ctx, `SELECT FROM workspaces WHERE id = ANY(@ids::text[]) ORDER BY id FOR NO KEY UPDATE`, args{"ids": texts(ids)}); err != nil {
+	if _, err := t.Exec(ctx, `SELECT FROM workspaces WHERE id = ANY(@ids::text[]) ORDER BY id FOR NO KEY UPDATE`, pgtx.Args{"ids": pgtx.Texts(ids)}); err != nil {
 		return err
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		UPDATE workspaces w SET egress_version = egress_version + 1,
 			grants_key = CASE WHEN x.has THEN coalesce(w.grants_key, '') END, grants_until = CASE WHEN x.has THEN coalesce(w.grants_until, to_timestamp(0)) END
 		FROM (SELECT i.id, EXISTS (SELECT 1 FROM grant_holders h WHERE h.workspace_id = i.id) AS has FROM unnest(@ids::text[]) AS i (id)) x
-		WHERE w.id = x.id`, args{"ids": texts(ids)})
+		WHERE w.id = x.id`, pgtx.Args{"ids": pgtx.Texts(ids)})
 	return err
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -34,9 +35,9 @@ const claimKey = `
 // ClaimKey meets other claimants at the primary key. An expired row is taken over.
 func (t *tx) ClaimKey(ctx context.Context, project core.ProjectID, key string, use controller.KeyUse, ttl time.Duration) (controller.KeyUse, error) {
 	for range claimAttempts {
-		n, err := t.exec(ctx, claimKey, args{"project": project, "key": key, "hash": use.Hash[:], "object": use.Object, "ttl": ttl.Seconds()})
+		n, err := t.Exec(ctx, claimKey, pgtx.Args{"project": project, "key": key, "hash": use.Hash[:], "object": use.Object, "ttl": ttl.Seconds()})
 		switch {
-		case isLockTimeout(err):
+		case pgtx.IsLockTimeout(err):
 			return controller.KeyUse{}, core.Wrapf(err, core.Conflict, core.CodeIdempotencyInProgress, "the first request with this idempotency key is being admitted; repeat yours")
 		case err != nil || n == 1:
 			return use, err
@@ -50,8 +51,8 @@ func (t *tx) ClaimKey(ctx context.Context, project core.ProjectID, key string, u
 
 // KeyUse reads.
 func (t *tx) KeyUse(ctx context.Context, project core.ProjectID, key string) (controller.KeyUse, error) {
-	rows, err := many[keyUseRow](ctx, t, `SELECT hash, object_id, answer FROM idempotency_keys WHERE project_id = @project AND key = @key AND expires_at > now()`,
-		args{"project": project, "key": key})
+	rows, err := pgtx.Many[keyUseRow](ctx, t, `SELECT hash, object_id, answer FROM idempotency_keys WHERE project_id = @project AND key = @key AND expires_at > now()`,
+		pgtx.Args{"project": project, "key": key})
 	if err != nil || len(rows) == 0 {
 		return controller.KeyUse{}, err
 	}
@@ -60,23 +61,23 @@ func (t *tx) KeyUse(ctx context.Context, project core.ProjectID, key string) (co
 
 // AnswerKey records what was made.
 func (t *tx) AnswerKey(ctx context.Context, project core.ProjectID, key, object string, answer json.RawMessage) error {
-	_, err := t.exec(ctx, `UPDATE idempotency_keys SET answer = @answer WHERE project_id = @project AND key = @key AND object_id = @object`,
-		args{"project": project, "key": key, "object": object, "answer": answer})
+	_, err := t.Exec(ctx, `UPDATE idempotency_keys SET answer = @answer WHERE project_id = @project AND key = @key AND object_id = @object`,
+		pgtx.Args{"project": project, "key": key, "object": object, "answer": answer})
 	return err
 }
 
 // ReleaseKey makes the key free.
 func (t *tx) ReleaseKey(ctx context.Context, project core.ProjectID, key, object string) error {
-	_, err := t.exec(ctx, `DELETE FROM idempotency_keys WHERE project_id = @project AND key = @key AND object_id = @object`,
-		args{"project": project, "key": key, "object": object})
+	_, err := t.Exec(ctx, `DELETE FROM idempotency_keys WHERE project_id = @project AND key = @key AND object_id = @object`,
+		pgtx.Args{"project": project, "key": key, "object": object})
 	return err
 }
 
 // SweepKeys removes expired keys. One that is being taken over is skipped.
 func (t *tx) SweepKeys(ctx context.Context, limit int) (int, error) {
-	n, err := t.exec(ctx, `
+	n, err := t.Exec(ctx, `
 		DELETE FROM idempotency_keys WHERE ctid = ANY(ARRAY(
 			SELECT ctid FROM idempotency_keys WHERE expires_at <= now() ORDER BY expires_at LIMIT @limit FOR UPDATE SKIP LOCKED))`,
-		args{"limit": limit})
+		pgtx.Args{"limit": limit})
 	return int(n), err
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -24,26 +25,26 @@ func (t *tx) SetImages(ctx context.Context, runner core.RunnerID, images []runne
 	for i, img := range images {
 		rows[i] = newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
 	}
-	if _, err := t.exec(ctx, `UPDATE runner_loads SET images_sum = @sum WHERE runner_id = @runner`, args{"sum": runnerapi.SumImages(images), "runner": runner}); err != nil {
+	if _, err := t.Exec(ctx, `UPDATE runner_loads SET images_sum = @sum WHERE runner_id = @runner`, pgtx.Args{"sum": runnerapi.SumImages(images), "runner": runner}); err != nil {
 		return err
 	}
 	const recordset = ` FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, digest text, name text, size_bytes bigint, built_at timestamptz)`
-	if _, err := t.exec(ctx, `
+	if _, err := t.Exec(ctx, `
 		INSERT INTO images (id, project_id, digest, shared, size_bytes, built_at)
 		SELECT DISTINCT ON (v.digest) v.id, @project, v.digest, true, v.size_bytes, v.built_at`+recordset+` ORDER BY v.digest
-		ON CONFLICT ON CONSTRAINT images_project_digest_key DO NOTHING`, args{"rows": rows, "project": controller.SystemProject}); err != nil {
+		ON CONFLICT ON CONSTRAINT images_project_digest_key DO NOTHING`, pgtx.Args{"rows": rows, "project": controller.SystemProject}); err != nil {
 		return err
 	}
-	if _, err := t.exec(ctx, `
+	if _, err := t.Exec(ctx, `
 		DELETE FROM image_locations l USING images i WHERE i.id = l.image_id AND l.runner_id = @runner
 			AND NOT EXISTS (SELECT 1`+recordset+` WHERE v.digest = i.digest AND coalesce(v.name, '') = l.name)`,
-		args{"rows": rows, "runner": runner}); err != nil {
+		pgtx.Args{"rows": rows, "runner": runner}); err != nil {
 		return err
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		INSERT INTO image_locations (project_id, image_id, runner_id, name, shared)
 		SELECT DISTINCT i.project_id, i.id, @runner, coalesce(v.name, ''), true`+recordset+` JOIN images i ON i.digest = v.digest AND i.project_id = @project
-		ON CONFLICT ON CONSTRAINT image_locations_pkey DO NOTHING`, args{"rows": rows, "runner": runner, "project": controller.SystemProject})
+		ON CONFLICT ON CONSTRAINT image_locations_pkey DO NOTHING`, pgtx.Args{"rows": rows, "runner": runner, "project": controller.SystemProject})
 	return err
 }
 
@@ -68,15 +69,11 @@ const imageColumns = ` i.id, i.digest, i.size_bytes, i.built_at, array_agg(DISTI
 
 // Images lists what runners hold, one entry for each name of an image, newest first.
 func (t *tx) Images(ctx context.Context, p controller.Page) ([]controller.Image, error) {
-	rows, err := many[imageRow](ctx, t, `
+	rows, err := pgtx.Many[imageRow](ctx, t, `
 		SELECT`+imageColumns+`, l.name FROM image_locations l JOIN images i ON i.id = l.image_id
 		GROUP BY i.id, l.name HAVING (@after::text = '' OR (i.id || '/' || l.name) COLLATE "C" < @after COLLATE "C")
-		ORDER BY (i.id || '/' || l.name) COLLATE "C" DESC LIMIT @limit`, args{"after": p.After, "limit": p.Limit})
-	list := make([]controller.Image, len(rows))
-	for i, r := range rows {
-		list[i] = r.image()
-	}
-	return list, err
+		ORDER BY (i.id || '/' || l.name) COLLATE "C" DESC LIMIT @limit`, pgtx.Args{"after": p.After, "limit": p.Limit})
+	return pgtx.Map(rows, imageRow.image), err
 }
 
 // namedImages bounds the images of one name that FindImage looks at.
@@ -94,7 +91,7 @@ type foundImageRow struct {
 // of them that a runner with a lease holds.
 func (t *tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
 	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
-	rows, err := byIndex[foundImageRow](ctx, t, `
+	rows, err := pgtx.ByIndex[foundImageRow](ctx, t, `
 		WITH RECURSIVE named AS (
 			(SELECT l.image_id, 1 AS n FROM image_locations l WHERE l.name = @ref AND l.name <> '' ORDER BY l.image_id DESC LIMIT 1)
 			UNION ALL
@@ -111,7 +108,7 @@ func (t *tx) FindImage(ctx context.Context, ref string) (controller.Image, error
 			SELECT 1 FROM image_locations l CROSS JOIN LATERAL (
 				SELECT 1 FROM runners r WHERE r.id = l.runner_id AND r.lease_expires_at > now() AND r.fenced_at IS NULL LIMIT 1
 			) r WHERE l.image_id = f.id OFFSET 0)
-		ORDER BY f.built_at DESC, f.id LIMIT 1`, args{"ref": ref, "most": namedImages, "system": controller.SystemProject})
+		ORDER BY f.built_at DESC, f.id LIMIT 1`, pgtx.Args{"ref": ref, "most": namedImages, "system": controller.SystemProject})
 	if err != nil || len(rows) == 0 {
 		if err == nil {
 			err = absent

@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 )
 
 const (
@@ -104,15 +105,15 @@ func (c *collector) count() ([]tallyRow, error) {
 	if time.Since(c.counted) < countEvery {
 		return c.counts, c.err
 	}
-	ctx, cancel := context.WithTimeoutCause(context.Background(), countTimeout, errTimeout) // a scrape has no context
+	ctx, cancel := context.WithTimeoutCause(context.Background(), countTimeout, pgtx.ErrTimeout) // a scrape has no context
 	defer cancel()
 	c.err = c.store.InTx(ctx, controller.System(), func(t controller.AllTx) error {
 		var err error
-		c.counts, err = many[tallyRow](ctx, t.(*tx), `
+		c.counts, err = pgtx.Many[tallyRow](ctx, t.(*tx), `
 			SELECT 'operations' AS what, kind, state, count(*) AS n FROM operations WHERE state IN ('pending', 'running') GROUP BY kind, state
 			UNION ALL SELECT 'workspaces', '', state, count(*) FROM workspaces WHERE ended_at IS NULL GROUP BY state
 			UNION ALL SELECT 'runners', '', CASE WHEN lease_expires_at < now() THEN 'silent' WHEN draining THEN 'draining' ELSE 'fresh' END AS state, count(*) FROM runners GROUP BY 3
-			UNION ALL SELECT 'chores', '', state::text, count(*) FROM river.river_job WHERE state IN ('available', 'running', 'retryable') GROUP BY state`, args{})
+			UNION ALL SELECT 'chores', '', state::text, count(*) FROM river.river_job WHERE state IN ('available', 'running', 'retryable') GROUP BY state`, pgtx.Args{})
 		return err
 	})
 	c.counted = time.Now()

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -43,7 +44,7 @@ func (r operationRow) operation() controller.Operation {
 	o := controller.Operation{
 		ID: r.ID, ProjectID: r.ProjectID, Kind: r.Kind, State: r.State, Step: r.Step, Input: r.Input, Result: r.Result, Timings: r.Timings,
 		WorkspaceID: r.WorkspaceID, CheckpointID: r.CheckpointID, RequestID: r.RequestID, LeaseOwner: r.LeaseOwner, LeaseEpoch: r.LeaseEpoch,
-		CreatedAt: r.CreatedAt, StartedAt: timeOf(r.StartedAt), EndedAt: timeOf(r.EndedAt),
+		CreatedAt: r.CreatedAt, StartedAt: pgtx.TimeOf(r.StartedAt), EndedAt: pgtx.TimeOf(r.EndedAt),
 		Origin: controller.Origin{Actor: r.Actor, Source: r.Source, Action: r.Action},
 	}
 	if r.ProblemCode != "" {
@@ -55,38 +56,38 @@ func (r operationRow) operation() controller.Operation {
 // Operation returns one.
 func (t *tx) Operation(ctx context.Context, id core.OperationID) (controller.Operation, error) {
 	absent := core.Errorf(core.NotFound, core.CodeOperationNotFound, "there is no operation %s", id)
-	row, err := one[operationRow](ctx, t, absent, `SELECT`+operationColumns+` FROM operations o WHERE o.id = @id`, args{"id": id})
+	row, err := pgtx.One[operationRow](ctx, t, absent, `SELECT`+operationColumns+` FROM operations o WHERE o.id = @id`, pgtx.Args{"id": id})
 	return row.operation(), err
 }
 
 // WorkspaceOperation returns the newest of a kind.
 func (t *tx) WorkspaceOperation(ctx context.Context, id core.WorkspaceID, kind controller.OperationKind) (controller.Operation, error) {
 	absent := core.Errorf(core.NotFound, core.CodeOperationNotFound, "there is no %s of workspace %s", kind, id)
-	row, err := one[operationRow](ctx, t, absent, `
-		SELECT`+operationColumns+` FROM operations o WHERE o.workspace_id = @id AND o.kind = @kind ORDER BY o.id DESC LIMIT 1`, args{"id": id, "kind": kind})
+	row, err := pgtx.One[operationRow](ctx, t, absent, `
+		SELECT`+operationColumns+` FROM operations o WHERE o.workspace_id = @id AND o.kind = @kind ORDER BY o.id DESC LIMIT 1`, pgtx.Args{"id": id, "kind": kind})
 	return row.operation(), err
 }
 
 // InsertOperation inserts an operation that its inserter works on.
 func (t *tx) InsertOperation(ctx context.Context, op controller.Operation, lease time.Duration) (controller.Operation, error) {
-	row, err := one[operationRow](ctx, t, nil, `
+	row, err := pgtx.One[operationRow](ctx, t, nil, `
 		WITH o AS (
 			INSERT INTO operations (id, project_id, kind, state, step, input, workspace_id, checkpoint_id, request_id, lease_owner, lease_epoch, lease_expires_at, started_at)
 			VALUES (@id, @project, @kind, @state, @step, @input, @workspace, @checkpoint, @request, @owner, 1, now() + make_interval(secs => @lease), now())
 			RETURNING *
 		)
 		SELECT`+operationColumns+` FROM o`,
-		args{
+		pgtx.Args{
 			"id": op.ID, "project": op.ProjectID, "kind": op.Kind, "state": core.OperationRunning, "step": op.Step, "input": op.Input,
-			"workspace": orNull(op.WorkspaceID), "checkpoint": orNull(op.CheckpointID), "request": op.RequestID, "owner": op.LeaseOwner, "lease": lease.Seconds(),
+			"workspace": pgtx.OrNull(op.WorkspaceID), "checkpoint": pgtx.OrNull(op.CheckpointID), "request": op.RequestID, "owner": op.LeaseOwner, "lease": lease.Seconds(),
 		})
 	return row.operation(), err
 }
 
 // StepOperation records how far an operation has come.
 func (t *tx) StepOperation(ctx context.Context, op controller.Operation, step string) error {
-	n, err := t.exec(ctx, `UPDATE operations SET step = @step WHERE id = @id AND lease_epoch = @epoch AND state = 'running'`,
-		args{"id": op.ID, "epoch": op.LeaseEpoch, "step": step})
+	n, err := t.Exec(ctx, `UPDATE operations SET step = @step WHERE id = @id AND lease_epoch = @epoch AND state = 'running'`,
+		pgtx.Args{"id": op.ID, "epoch": op.LeaseEpoch, "step": step})
 	if err == nil && n == 0 {
 		err = controller.ErrLeaseLost
 	}
@@ -95,8 +96,8 @@ func (t *tx) StepOperation(ctx context.Context, op controller.Operation, step st
 
 // FinishOperation writes State, Step, Result, Problem and Timings of op.
 func (t *tx) FinishOperation(ctx context.Context, op controller.Operation) (controller.Operation, error) {
-	a := args{
-		"id": op.ID, "epoch": op.LeaseEpoch, "to": op.State, "step": op.Step, "from": texts(op.State.Sources()), "timings": orNone(op.Timings),
+	a := pgtx.Args{
+		"id": op.ID, "epoch": op.LeaseEpoch, "to": op.State, "step": op.Step, "from": pgtx.Texts(op.State.Sources()), "timings": pgtx.OrNone(op.Timings),
 		"result": nil, "category": nil, "code": nil, "message": nil,
 	}
 	if op.Problem != nil {
@@ -104,7 +105,7 @@ func (t *tx) FinishOperation(ctx context.Context, op controller.Operation) (cont
 	} else {
 		a["result"] = op.Result
 	}
-	row, err := one[operationRow](ctx, t, controller.ErrLeaseLost, `
+	row, err := pgtx.One[operationRow](ctx, t, controller.ErrLeaseLost, `
 		WITH o AS (
 			UPDATE operations SET state = @to, step = @step, result = @result, problem_category = @category, problem_code = @code, problem_message = @message,
 				timings = @timings, ended_at = now(), lease_expires_at = NULL
@@ -122,10 +123,10 @@ type leaseRow struct {
 // RenewOperations extends what the owner still has. One that ran out and that nobody claimed is still the owner's. One that
 // the owner does not work on, because it never heard that its insertion succeeded, is left to run out.
 func (t *tx) RenewOperations(ctx context.Context, owner string, ids []core.OperationID, lease time.Duration) (map[core.OperationID]int64, error) {
-	rows, err := many[leaseRow](ctx, t, `
+	rows, err := pgtx.Many[leaseRow](ctx, t, `
 		UPDATE operations SET lease_expires_at = now() + make_interval(secs => @lease)
 		WHERE id = ANY(@ids::text[]) AND lease_owner = @owner AND state = 'running' RETURNING id, lease_epoch`,
-		args{"owner": owner, "ids": texts(ids), "lease": lease.Seconds()})
+		pgtx.Args{"owner": owner, "ids": pgtx.Texts(ids), "lease": lease.Seconds()})
 	held := make(map[core.OperationID]int64, len(rows))
 	for _, r := range rows {
 		held[r.ID] = r.Epoch
@@ -135,7 +136,7 @@ func (t *tx) RenewOperations(ctx context.Context, owner string, ids []core.Opera
 
 // ClaimOperations takes what nobody works on. Claimants skip each other's rows.
 func (t *tx) ClaimOperations(ctx context.Context, owner string, except []core.OperationID, lease time.Duration, limit int) ([]controller.Operation, error) {
-	rows, err := many[operationRow](ctx, t, `
+	rows, err := pgtx.Many[operationRow](ctx, t, `
 		WITH free AS (
 			SELECT id FROM operations WHERE (state = 'pending' OR (state = 'running' AND lease_expires_at < now())) AND id <> ALL(@except::text[])
 			ORDER BY lease_expires_at NULLS FIRST LIMIT @limit FOR UPDATE SKIP LOCKED
@@ -144,22 +145,18 @@ func (t *tx) ClaimOperations(ctx context.Context, owner string, except []core.Op
 				lease_expires_at = now() + make_interval(secs => @lease), started_at = coalesce(started_at, now())
 			WHERE id IN (SELECT id FROM free) RETURNING *
 		)
-		SELECT`+operationColumns+` FROM o ORDER BY o.id`, args{"owner": owner, "except": texts(except), "lease": lease.Seconds(), "limit": limit})
-	list := make([]controller.Operation, len(rows))
-	for i, r := range rows {
-		list[i] = r.operation()
-	}
-	return list, err
+		SELECT`+operationColumns+` FROM o ORDER BY o.id`, pgtx.Args{"owner": owner, "except": pgtx.Texts(except), "lease": lease.Seconds(), "limit": limit})
+	return pgtx.Map(rows, operationRow.operation), err
 }
 
 // ReleaseOthers lets the leases of everybody but the owner run out now.
 func (t *tx) ReleaseOthers(ctx context.Context, owner string) error {
-	_, err := t.exec(ctx, `UPDATE operations SET lease_expires_at = now() WHERE lease_owner <> @owner AND state = 'running'`, args{"owner": owner})
+	_, err := t.Exec(ctx, `UPDATE operations SET lease_expires_at = now() WHERE lease_owner <> @owner AND state = 'running'`, pgtx.Args{"owner": owner})
 	return err
 }
 
 // ReleaseOperations lets the owner's leases run out now.
 func (t *tx) ReleaseOperations(ctx context.Context, owner string) error {
-	_, err := t.exec(ctx, `UPDATE operations SET lease_expires_at = now() WHERE lease_owner = @owner AND state = 'running'`, args{"owner": owner})
+	_, err := t.Exec(ctx, `UPDATE operations SET lease_expires_at = now() WHERE lease_owner = @owner AND state = 'running'`, pgtx.Args{"owner": owner})
 	return err
 }

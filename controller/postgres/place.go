@@ -5,6 +5,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -28,8 +29,8 @@ type loadedRow struct {
 }
 
 // placed reads the runners of some loads, in the order of the loads. Those that were given up are left out.
-func (t *tx) placed(ctx context.Context, loads string, a args) ([]controller.Runner, error) {
-	rows, err := byIndex[loadedRow](ctx, t, `
+func (t *tx) placed(ctx context.Context, loads string, a pgtx.Args) ([]controller.Runner, error) {
+	rows, err := pgtx.ByIndex[loadedRow](ctx, t, `
 		SELECT`+runnerColumns+`,`+usedColumns+`, l.images_sum FROM (`+loads+`) l
 		CROSS JOIN LATERAL (SELECT * FROM runners x WHERE x.id = l.runner_id AND x.fenced_at IS NULL LIMIT 1) r ORDER BY l.fill, l.runner_id`, a)
 	list := make([]controller.Runner, len(rows))
@@ -44,7 +45,7 @@ func (t *tx) placed(ctx context.Context, loads string, a args) ([]controller.Run
 func (t *tx) LoadedRunners(ctx context.Context, ids []core.RunnerID) ([]controller.Runner, error) {
 	return t.placed(ctx, `
 		SELECT k.* FROM unnest(@ids::text[]) AS asked (id) CROSS JOIN LATERAL (SELECT * FROM runner_loads x WHERE x.runner_id = asked.id LIMIT 1) k`,
-		args{"ids": texts(ids)})
+		pgtx.Args{"ids": pgtx.Texts(ids)})
 }
 
 // holdsImage is a probe of the key for each load. OFFSET 0 keeps it one: see workspaceJoins.
@@ -52,18 +53,18 @@ const holdsImage = ` AND EXISTS (SELECT 1 FROM image_locations il WHERE il.runne
 
 // EmptiestRunners reads the loads in the order of an index and stops at the limit.
 func (t *tx) EmptiestRunners(ctx context.Context, f controller.EmptiestFilter) ([]controller.Runner, error) {
-	a := args{"limit": f.Limit}
+	a := pgtx.Args{"limit": f.Limit}
 	where := `k.open`
 	if f.Class != nil {
 		where += ` AND k.class_key = @class`
-		a["class"] = classKey(*f.Class)
+		a["class"] = pgtx.ClassKey(*f.Class)
 	}
 	if f.NotFull {
 		where += ` AND k.fill < 16`
 	}
 	if len(f.Images) > 0 {
 		where += holdsImage
-		a["images"] = texts(f.Images)
+		a["images"] = pgtx.Texts(f.Images)
 	}
 	if f.Fits != nil {
 		where += ` AND (k.cap_sandboxes = 0 OR k.cap_sandboxes >= 1) AND (k.cap_vcpus = 0 OR k.cap_vcpus >= @vcpus::bigint) AND (k.cap_memory_mib = 0 OR k.cap_memory_mib >= @memory::bigint)`
@@ -77,10 +78,10 @@ func (t *tx) EmptiestRunners(ctx context.Context, f controller.EmptiestFilter) (
 
 // ImageHolders reads at most limit.
 func (t *tx) ImageHolders(ctx context.Context, image core.Digest, limit int) (ids []core.ImageID, holders []core.RunnerID, err error) {
-	rows, err := byIndex[imageHolderRow](ctx, t, `
+	rows, err := pgtx.ByIndex[imageHolderRow](ctx, t, `
 		SELECT i.id, l.runner_id FROM (SELECT id FROM images WHERE project_id = @system AND digest = @image) i CROSS JOIN LATERAL (
 			SELECT DISTINCT runner_id FROM (SELECT x.runner_id FROM image_locations x WHERE x.image_id = i.id LIMIT @limit) AS few
-		) l ORDER BY l.runner_id`, args{"system": controller.SystemProject, "image": image, "limit": limit})
+		) l ORDER BY l.runner_id`, pgtx.Args{"system": controller.SystemProject, "image": image, "limit": limit})
 	for _, r := range rows {
 		if len(ids) == 0 {
 			ids = append(ids, r.ID) // the key of images is project and digest
@@ -95,24 +96,20 @@ type imageHolderRow struct {
 	RunnerID core.RunnerID `db:"runner_id"`
 }
 
-type endpointRow struct {
-	Endpoint string `db:"endpoint"`
-}
-
 // Reachable stops at the first.
 func (t *tx) Reachable(ctx context.Context) (bool, error) {
-	rows, err := asSystem[endpointRow](ctx, t, `SELECT r.endpoint FROM runners r WHERE r.lease_expires_at > now() AND r.fenced_at IS NULL LIMIT 1`, args{})
+	rows, err := pgtx.AsSystem[string](ctx, t, `SELECT r.endpoint FROM runners r WHERE r.lease_expires_at > now() AND r.fenced_at IS NULL LIMIT 1`, pgtx.Args{})
 	return len(rows) > 0, err
 }
 
 // BothHolder follows the copies of the two in the order of their key.
 func (t *tx) BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error) {
-	rows, err := many[endpointRow](ctx, t, `
+	rows, err := pgtx.Many[string](ctx, t, `
 		SELECT r.endpoint FROM checkpoint_copies x JOIN checkpoint_copies y ON y.runner_id = x.runner_id AND y.checkpoint_id = @b
 		CROSS JOIN LATERAL (SELECT * FROM runners z WHERE z.id = x.runner_id AND z.lease_expires_at > now() AND z.fenced_at IS NULL LIMIT 1) r
-		WHERE x.checkpoint_id = @a ORDER BY x.runner_id LIMIT 1`, args{"a": a, "b": b})
+		WHERE x.checkpoint_id = @a ORDER BY x.runner_id LIMIT 1`, pgtx.Args{"a": a, "b": b})
 	if err != nil || len(rows) == 0 {
 		return "", err
 	}
-	return rows[0].Endpoint, nil
+	return rows[0], nil
 }

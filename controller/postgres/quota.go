@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -17,13 +18,13 @@ func exceeded(quota string, used, more, limit int64) error {
 
 // PatchQuotas changes limits.
 func (t *tx) PatchQuotas(ctx context.Context, id core.ProjectID, p controller.QuotasPatch) (controller.Project, error) {
-	n, err := t.exec(ctx, `
+	n, err := t.Exec(ctx, `
 		UPDATE quotas SET version = version + 1, max_workspaces = coalesce(@workspaces, max_workspaces), max_forks_in_flight = coalesce(@forks, max_forks_in_flight),
 			max_checkpoints = coalesce(@checkpoints, max_checkpoints), max_checkpoint_bytes = coalesce(@bytes, max_checkpoint_bytes),
 			max_depth = coalesce(@depth, max_depth), max_children = coalesce(@children, max_children), max_keys = coalesce(@keys, max_keys),
 			max_ports = coalesce(@ports, max_ports), allow_all_egress = coalesce(@allow_all, allow_all_egress)
 		WHERE project_id = @id AND (@version::bigint = 0 OR version = @version)`,
-		args{
+		pgtx.Args{
 			"id": id, "version": p.Version, "workspaces": p.Workspaces, "forks": p.ForksInFlight, "checkpoints": p.Checkpoints, "bytes": p.CheckpointBytes,
 			"depth": p.Depth, "children": p.Children, "keys": p.Keys, "ports": p.Ports, "allow_all": p.AllowAll,
 		})
@@ -52,12 +53,12 @@ const counted = `
 
 // QuotaUsage counts. It locks nothing.
 func (t *tx) QuotaUsage(ctx context.Context, id core.ProjectID) (controller.QuotaUsage, error) {
-	row, err := one[struct {
+	row, err := pgtx.One[struct {
 		usageRow
 		Keys  int64 `db:"keys"`
 		Ports int64 `db:"ports"`
 	}](ctx, t, noProject(id), `SELECT`+counted+`, checkpoints, checkpoint_bytes, (`+validKeys+`) AS keys,
-		(SELECT count(*) FROM ports WHERE project_id = @project) AS ports FROM quotas WHERE project_id = @project`, args{"project": id})
+		(SELECT count(*) FROM ports WHERE project_id = @project) AS ports FROM quotas WHERE project_id = @project`, pgtx.Args{"project": id})
 	return controller.QuotaUsage{
 		Workspaces: row.Workspaces, ForksInFlight: row.ForksInFlight, Checkpoints: row.Checkpoints, CheckpointBytes: row.CheckpointBytes, Keys: row.Keys, Ports: row.Ports,
 	}, err
@@ -77,13 +78,13 @@ func (t *tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) 
 	if d == (controller.Demand{}) {
 		return nil
 	}
-	row, err := one[admitRow](ctx, t, noProject(id), `
+	row, err := pgtx.One[admitRow](ctx, t, noProject(id), `
 		WITH q AS (
 			UPDATE quotas SET workspaces = workspaces + @workspaces, forks_in_flight = forks_in_flight + @forks, checkpoints = checkpoints + @captures
 			WHERE project_id = @project RETURNING *
 		)
 		SELECT`+projectColumns+`, q.workspaces, q.forks_in_flight, q.checkpoints, q.checkpoint_bytes FROM q JOIN projects p ON p.id = q.project_id`,
-		args{"project": id, "workspaces": d.Workspaces, "forks": d.ForksInFlight, "captures": captures})
+		pgtx.Args{"project": id, "workspaces": d.Workspaces, "forks": d.ForksInFlight, "captures": captures})
 	if err != nil {
 		return err
 	}
@@ -123,11 +124,11 @@ func (t *tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) 
 
 // recount replaces the upper bounds by what there is. The transaction's own rows are in it.
 func (t *tx) recount(ctx context.Context, id core.ProjectID, used usageRow) (usageRow, error) {
-	return one[usageRow](ctx, t, noProject(id), `
+	return pgtx.One[usageRow](ctx, t, noProject(id), `
 		WITH now AS (SELECT`+counted+`)
 		UPDATE quotas SET workspaces = now.workspaces, forks_in_flight = now.forks_in_flight FROM now WHERE project_id = @project
 		RETURNING now.workspaces, now.forks_in_flight, @checkpoints::bigint AS checkpoints, @bytes::bigint AS checkpoint_bytes`,
-		args{"project": id, "checkpoints": used.Checkpoints, "bytes": used.CheckpointBytes})
+		pgtx.Args{"project": id, "checkpoints": used.Checkpoints, "bytes": used.CheckpointBytes})
 }
 
 type placeRow struct {
@@ -137,10 +138,10 @@ type placeRow struct {
 
 // admitNode keeps the tree within its depth and width. The node is there already and counts.
 func (t *tx) admitNode(ctx context.Context, project core.ProjectID, id core.CheckpointID, limits controller.Quotas) error {
-	place, err := one[placeRow](ctx, t, noCheckpoint(id), `
+	place, err := pgtx.One[placeRow](ctx, t, noCheckpoint(id), `
 		SELECT c.depth, (SELECT count(*) FROM (
 			SELECT 1 FROM checkpoints k WHERE k.parent_id = c.parent_id AND k.project_id = @project AND k.state IN ('capturing', 'captured', 'sealed') LIMIT @most
-		) AS there) AS siblings FROM checkpoints c WHERE c.id = @id`, args{"id": id, "project": project, "most": limits.Children + 1})
+		) AS there) AS siblings FROM checkpoints c WHERE c.id = @id`, pgtx.Args{"id": id, "project": project, "most": limits.Children + 1})
 	if err != nil {
 		return err
 	}

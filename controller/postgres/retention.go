@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -50,8 +51,8 @@ func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation s
 		if err != nil {
 			return nil, w, err
 		}
-		rows, err := many[subtreeRow](ctx, t, `SELECT`+subtreeColumns+` FROM checkpoints c WHERE c.id = @id`, args{"id": w.ID, "annotation": annotation})
-		w.Begun, w.Root = true, top.Parent == "" && t.scope != controller.System()
+		rows, err := pgtx.Many[subtreeRow](ctx, t, `SELECT`+subtreeColumns+` FROM checkpoints c WHERE c.id = @id`, pgtx.Args{"id": w.ID, "annotation": annotation})
+		w.Begun, w.Root = true, top.Parent == "" && t.Scope() != controller.System()
 		if w.Root {
 			w.More = true
 		} else {
@@ -60,11 +61,11 @@ func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation s
 		return nodesOf(rows), w, err
 	}
 	if w.Root {
-		rows, err := inOrder[subtreeRow](ctx, t, `
+		rows, err := pgtx.InOrder[subtreeRow](ctx, t, `
 			SELECT`+subtreeColumns+` FROM checkpoints c
 			WHERE c.project_id = @project AND c.root_id = @id AND c.id <> @id AND`+shown+` AND (c.depth, c.id) > (@after_depth::int, @after::text)
 			ORDER BY c.depth, c.id LIMIT @limit`,
-			args{"project": t.scope.String(), "id": w.ID, "annotation": annotation, "after_depth": w.Depth, "after": w.After, "limit": subtreePage})
+			pgtx.Args{"project": t.Scope().String(), "id": w.ID, "annotation": annotation, "after_depth": w.Depth, "after": w.After, "limit": subtreePage})
 		w.More = len(rows) == subtreePage
 		if n := len(rows); n > 0 {
 			w.Depth, w.After = rows[n-1].Depth, rows[n-1].ID
@@ -78,10 +79,10 @@ func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation s
 	for i, b := range next {
 		parents[i], afters[i] = b.Parent, b.After
 	}
-	rows, err := inOrder[subtreeRow](ctx, t, `
+	rows, err := pgtx.InOrder[subtreeRow](ctx, t, `
 		SELECT d.* FROM unnest(@parents::text[], @afters::text[]) AS p (id, after) CROSS JOIN LATERAL (
 			SELECT`+subtreeColumns+` FROM checkpoints c WHERE c.parent_id = p.id AND c.id > p.after AND`+shown+` ORDER BY c.id LIMIT @limit
-		) AS d`, args{"parents": texts(parents), "afters": texts(afters), "annotation": annotation, "limit": subtreeChildren})
+		) AS d`, pgtx.Args{"parents": pgtx.Texts(parents), "afters": pgtx.Texts(afters), "annotation": annotation, "limit": subtreeChildren})
 	for _, r := range rows {
 		w.Open = append(w.Open, controller.SubtreeBranch{Parent: r.ID})
 		if found[r.Parent]++; found[r.Parent] == subtreeChildren {
@@ -134,7 +135,7 @@ func noRetention(id core.CheckpointID) error {
 
 // Retention returns the policy of a checkpoint.
 func (t *tx) Retention(ctx context.Context, id core.CheckpointID) (controller.Retention, error) {
-	row, err := one[retentionRow](ctx, t, noRetention(id), `SELECT`+retentionColumns+` FROM retention_policies WHERE checkpoint_id = @id`, args{"id": id})
+	row, err := pgtx.One[retentionRow](ctx, t, noRetention(id), `SELECT`+retentionColumns+` FROM retention_policies WHERE checkpoint_id = @id`, pgtx.Args{"id": id})
 	return row.retention(), err
 }
 
@@ -145,28 +146,20 @@ const lastAudit = ` LEFT JOIN LATERAL (
 
 // DueRetentions looks at each policy, and at the newest audit record of its project, which is at the end of an index. Projects take turns.
 func (t *tx) DueRetentions(ctx context.Context, limit int) ([]controller.Retention, error) {
-	rows, err := inOrder[retentionRow](ctx, t, `
+	rows, err := pgtx.InOrder[retentionRow](ctx, t, `
 		SELECT p.project_id, p.checkpoint_id, p.policy, p.version, p.updated_at FROM retention_policies p
 		LEFT JOIN retention_rounds r ON r.project_id = p.project_id AND r.checkpoint_id = p.checkpoint_id`+lastAudit+`
 		WHERE r.project_id IS NULL OR r.claimed_until <= now()
 			AND (r.policy_version <> p.version OR r.next_at <= now() AND (r.due_at <= now() OR r.audit_id IS DISTINCT FROM coalesce(last.id, 0)))
-		ORDER BY row_number() OVER (PARTITION BY p.project_id ORDER BY coalesce(r.next_at, '-infinity')), coalesce(r.next_at, '-infinity') LIMIT @limit`, args{"limit": limit})
-	list := make([]controller.Retention, len(rows))
-	for i, r := range rows {
-		list[i] = r.retention()
-	}
-	return list, err
-}
-
-type turnRow struct {
-	Turn int64 `db:"turn"`
+		ORDER BY row_number() OVER (PARTITION BY p.project_id ORDER BY coalesce(r.next_at, '-infinity')), coalesce(r.next_at, '-infinity') LIMIT @limit`, pgtx.Args{"limit": limit})
+	return pgtx.Map(rows, retentionRow.retention), err
 }
 
 // ClaimRetention notes the newest audit record before the tree is read. An older transaction may still be open then, and its records may have
 // lower ids. No transaction of a controller lasts longer than callTimeout, so a record that is twice as old has no such transaction beside it.
 // If the newest record is younger, the mark is null, and the tree is read once more.
 func (t *tx) ClaimRetention(ctx context.Context, r controller.Retention, lease time.Duration) (int64, error) {
-	rows, err := inOrder[turnRow](ctx, t, `
+	rows, err := pgtx.InOrder[int64](ctx, t, `
 		INSERT INTO retention_rounds AS r (project_id, checkpoint_id, policy_version, audit_id, claimed_until)
 		SELECT p.project_id, p.checkpoint_id, p.version,
 			CASE WHEN last.id IS NULL THEN 0 WHEN last.created_at < now() - make_interval(secs => @settled) THEN last.id END,
@@ -175,18 +168,18 @@ func (t *tx) ClaimRetention(ctx context.Context, r controller.Retention, lease t
 		ON CONFLICT ON CONSTRAINT retention_rounds_pkey DO UPDATE SET policy_version = excluded.policy_version, audit_id = excluded.audit_id,
 			claimed_until = excluded.claimed_until, due_at = now(), turn = r.turn + 1
 			WHERE r.claimed_until <= now() AND (r.policy_version <> excluded.policy_version OR r.next_at <= now())
-		RETURNING turn`, args{"project": r.ProjectID, "id": r.Checkpoint, "version": r.Version, "lease": lease.Seconds(), "settled": (2 * callTimeout).Seconds()})
+		RETURNING turn`, pgtx.Args{"project": r.ProjectID, "id": r.Checkpoint, "version": r.Version, "lease": lease.Seconds(), "settled": (2 * callTimeout).Seconds()})
 	if err != nil || len(rows) == 0 {
 		return 0, err
 	}
-	return rows[0].Turn, nil
+	return rows[0], nil
 }
 
 // RenewRetention identifies the claim by its turn, and the policy by its version.
 func (t *tx) RenewRetention(ctx context.Context, r controller.RetentionRound, lease time.Duration) error {
-	n, err := t.exec(ctx, `UPDATE retention_rounds SET claimed_until = now() + make_interval(secs => @lease) WHERE project_id = @project AND checkpoint_id = @id AND turn = @turn
+	n, err := t.Exec(ctx, `UPDATE retention_rounds SET claimed_until = now() + make_interval(secs => @lease) WHERE project_id = @project AND checkpoint_id = @id AND turn = @turn
 			AND EXISTS (SELECT FROM retention_policies p WHERE p.project_id = @project AND p.checkpoint_id = @id AND p.version = @version)`,
-		args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "version": r.Version, "lease": lease.Seconds()})
+		pgtx.Args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "version": r.Version, "lease": lease.Seconds()})
 	if err == nil && n == 0 {
 		return core.Errorf(core.Conflict, core.CodeStateConflict, "another controller applies the policy of checkpoint %s, or the policy has changed", r.Checkpoint)
 	}
@@ -195,11 +188,11 @@ func (t *tx) RenewRetention(ctx context.Context, r controller.RetentionRound, le
 
 // EndRetention counts the rest from now. If a round failed, the next one begins as soon as the rest is over.
 func (t *tx) EndRetention(ctx context.Context, r controller.RetentionRound, end controller.RetentionEnd) error {
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		UPDATE retention_rounds SET claimed_until = '-infinity', next_at = now() + make_interval(secs => @rest),
 			due_at = CASE WHEN @failed THEN now() ELSE @due END, audit_id = CASE WHEN @failed THEN NULL ELSE audit_id END
 		WHERE project_id = @project AND checkpoint_id = @id AND turn = @turn`,
-		args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "rest": end.Rest.Seconds(), "failed": end.Failed, "due": end.Due})
+		pgtx.Args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "rest": end.Rest.Seconds(), "failed": end.Failed, "due": end.Due})
 	return err
 }
 
@@ -209,15 +202,15 @@ func (t *tx) PutRetention(ctx context.Context, r controller.Retention) (controll
 		KeepBest: r.Policy.KeepBest, Annotation: r.Policy.Annotation, KeepPathToRoot: r.Policy.KeepPathToRoot,
 		MaxAgeSeconds: r.Policy.MaxAge.Seconds(), MaxBytes: r.Policy.MaxBytes,
 	}
-	row, err := one[retentionRow](ctx, t, nil, `
+	row, err := pgtx.One[retentionRow](ctx, t, nil, `
 		INSERT INTO retention_policies (project_id, checkpoint_id, policy) VALUES (@project, @id, @policy)
 		ON CONFLICT ON CONSTRAINT retention_policies_pkey DO UPDATE SET policy = excluded.policy, version = retention_policies.version + 1, updated_at = now()
-		RETURNING`+retentionColumns, args{"project": r.ProjectID, "id": r.Checkpoint, "policy": p})
+		RETURNING`+retentionColumns, pgtx.Args{"project": r.ProjectID, "id": r.Checkpoint, "policy": p})
 	return row.retention(), err
 }
 
 // DeleteRetention removes a policy, if there is one.
 func (t *tx) DeleteRetention(ctx context.Context, id core.CheckpointID) error {
-	_, err := t.exec(ctx, `DELETE FROM retention_policies WHERE checkpoint_id = @id`, args{"id": id})
+	_, err := t.Exec(ctx, `DELETE FROM retention_policies WHERE checkpoint_id = @id`, pgtx.Args{"id": id})
 	return err
 }

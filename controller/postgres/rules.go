@@ -5,17 +5,18 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
 // HoldRules and LockRules exclude each other by an advisory lock of the project.
 func (t *tx) HoldRules(project core.ProjectID) {
-	t.soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended('rules ' || @project::text, 0))`, args{"project": project})
+	t.Soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended('rules ' || @project::text, 0))`, pgtx.Args{"project": project})
 }
 
 // LockRules waits for holders.
 func (t *tx) LockRules(ctx context.Context, project core.ProjectID) error {
-	_, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended('rules ' || @project::text, 0))`, args{"project": project})
+	_, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended('rules ' || @project::text, 0))`, pgtx.Args{"project": project})
 	return err
 }
 
@@ -28,9 +29,9 @@ type ruledRow struct {
 
 // ForkedFrom returns the parent.
 func (t *tx) ForkedFrom(ctx context.Context, id core.WorkspaceID) (*grants.WorkspaceRules, error) {
-	rows, err := many[ruledRow](ctx, t, `
+	rows, err := pgtx.Many[ruledRow](ctx, t, `
 		SELECT p.id, '' AS parent, p.egress_policy, p.egress_allow FROM workspaces w JOIN checkpoints c ON c.id = w.parent_checkpoint_id
-		JOIN workspaces p ON p.id = c.workspace_id WHERE w.id = @id`, args{"id": id})
+		JOIN workspaces p ON p.id = c.workspace_id WHERE w.id = @id`, pgtx.Args{"id": id})
 	if err != nil || len(rows) == 0 {
 		return nil, err
 	}
@@ -40,9 +41,9 @@ func (t *tx) ForkedFrom(ctx context.Context, id core.WorkspaceID) (*grants.Works
 
 // Forks returns children of workspaces.
 func (t *tx) Forks(ctx context.Context, of []core.WorkspaceID) ([]grants.WorkspaceRules, error) {
-	rows, err := many[ruledRow](ctx, t, `
+	rows, err := pgtx.Many[ruledRow](ctx, t, `
 		SELECT w.id, c.workspace_id AS parent, w.egress_policy, w.egress_allow FROM checkpoints c JOIN workspaces w ON w.parent_checkpoint_id = c.id
-		WHERE c.workspace_id = ANY(@of::text[]) AND w.id <> c.workspace_id ORDER BY w.id`, args{"of": texts(of)})
+		WHERE c.workspace_id = ANY(@of::text[]) AND w.id <> c.workspace_id ORDER BY w.id`, pgtx.Args{"of": pgtx.Texts(of)})
 	list := make([]grants.WorkspaceRules, len(rows))
 	for i, r := range rows {
 		list[i] = grants.WorkspaceRules(r)
@@ -55,16 +56,16 @@ func (t *tx) SetRules(ctx context.Context, list []grants.WorkspaceRules) error {
 	rows := make([]ruledRow, len(list))
 	for i, r := range list {
 		rows[i] = ruledRow(r)
-		rows[i].Allow = orNone(r.Allow)
+		rows[i].Allow = pgtx.OrNone(r.Allow)
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		WITH v AS (
 			SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, allow text[])
 		), locked AS (
 			SELECT w.id FROM workspaces w JOIN v ON v.id = w.id ORDER BY w.id FOR NO KEY UPDATE OF w
 		)
 		UPDATE workspaces w SET egress_allow = v.allow, egress_version = w.egress_version + 1
-		FROM v JOIN locked ON locked.id = v.id WHERE w.id = v.id AND w.egress_allow <> v.allow`, args{"rows": rows})
+		FROM v JOIN locked ON locked.id = v.id WHERE w.id = v.id AND w.egress_allow <> v.allow`, pgtx.Args{"rows": rows})
 	return err
 }
 
@@ -98,7 +99,7 @@ func (t *tx) PendingRules(ctx context.Context, limit int) ([]grants.Workspace, e
 		) p JOIN workspaces w ON w.id = p.id`+workspaceJoins+`
 		WHERE r.lease_expires_at > now() AND (w.egress_applied < w.egress_version OR r.egress_key <> '' AND (w.grants_until < now() OR w.grants_key <> r.egress_key))
 		ORDER BY row_number() OVER (PARTITION BY w.project_id ORDER BY random()) LIMIT @limit`,
-		args{"limit": limit})
+		pgtx.Args{"limit": limit})
 	list := make([]grants.Workspace, len(found))
 	for i, w := range found {
 		list[i] = w.ForGrants()
@@ -112,23 +113,18 @@ func (t *tx) RuledWorkspace(ctx context.Context, id core.WorkspaceID) (grants.Wo
 	return w.ForGrants(), err
 }
 
-type floorRow struct {
-	Floor int64 `db:"floor"`
-}
-
 // RulesFloor is that of the ids of events.
 func (t *tx) RulesFloor(ctx context.Context) (int64, error) {
-	row, err := one[floorRow](ctx, t, nil, `SELECT coppice_event_history() AS floor`, args{})
-	return row.Floor, err
+	return pgtx.One[int64](ctx, t, nil, `SELECT coppice_event_history() AS floor`, pgtx.Args{})
 }
 
 // RaiseRules locks rows in the order of their ids.
 func (t *tx) RaiseRules(ctx context.Context, floor int64, limit int) (int, error) {
-	n, err := t.exec(ctx, `
+	n, err := t.Exec(ctx, `
 		WITH behind AS (
 			SELECT id FROM workspaces WHERE ended_at IS NULL AND egress_version < @floor ORDER BY id LIMIT @limit FOR NO KEY UPDATE
 		)
-		UPDATE workspaces w SET egress_version = @floor::bigint + 1 FROM behind WHERE w.id = behind.id`, args{"floor": floor, "limit": limit})
+		UPDATE workspaces w SET egress_version = @floor::bigint + 1 FROM behind WHERE w.id = behind.id`, pgtx.Args{"floor": floor, "limit": limit})
 	return int(n), err
 }
 
@@ -139,11 +135,11 @@ func (t *tx) ApplyRules(ctx context.Context, list []grants.Applied) error {
 		ids[i], sandboxes[i] = string(a.Workspace), string(a.Sandbox)
 		given.set(i, a.Given)
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		UPDATE workspaces w SET egress_applied = greatest(w.egress_applied, least(v.version, w.egress_version)),
 			grants_key = CASE WHEN w.grants_key IS NOT NULL THEN v.sealed END, grants_until = CASE WHEN w.grants_until IS NOT NULL THEN v.until END
 		FROM unnest(@ids::text[], @sandboxes::text[], @versions::bigint[], @keys::bytea[], @untils::timestamptz[]) AS v (id, sandbox_id, version, sealed, until)
 		WHERE w.id = v.id AND w.sandbox_id = v.sandbox_id AND w.egress_applied <= v.version`,
-		args{"ids": ids, "sandboxes": sandboxes, "versions": given.versions, "keys": given.keys, "untils": given.untils})
+		pgtx.Args{"ids": ids, "sandboxes": sandboxes, "versions": given.versions, "keys": given.keys, "untils": given.untils})
 	return err
 }

@@ -5,11 +5,11 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -37,14 +37,14 @@ func (t *tx) FreeAddresses(ctx context.Context, w controller.AddressesWanted) ([
 	for _, look := range []struct{ each, more int }{{2, 2}, {16, 64}, {128, 1024}} {
 		// Each candidate that is free in the tree is assigned to a runner, and runners take turns. OFFSET 0 makes the planner probe the
 		// index for each candidate: see workspaceJoins.
-		rows, err := byIndex[addressRow](ctx, t, `
+		rows, err := pgtx.ByIndex[addressRow](ctx, t, `
 			WITH free AS MATERIALIZED (
 				SELECT c.ip, (@runners::text[])[1 + (row_number() OVER () - 1) % cardinality(@runners::text[])] AS runner_id FROM unnest(@candidates::text[]) AS c (ip)
 				WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.tree_id = @tree AND s.ip = c.ip AND s.ended_at IS NULL OFFSET 0)
 			)
 			SELECT f.runner_id, f.ip FROM free f
 			WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.runner_id = f.runner_id AND s.ip = f.ip AND s.ended_at IS NULL OFFSET 0)`,
-			args{"runners": d.runners(), "candidates": d.candidates(len(d.open)*look.each + look.more), "tree": w.Tree})
+			pgtx.Args{"runners": d.runners(), "candidates": d.candidates(len(d.open)*look.each + look.more), "tree": w.Tree})
 		if err != nil {
 			return nil, err
 		}
@@ -115,24 +115,24 @@ func (t *tx) InsertSandboxes(list []controller.Sandbox) {
 			MachineID: s.Identity.MachineID, MAC: s.Identity.MAC, IP: s.Identity.IP.String(), Tree: s.Tree,
 		}
 	}
-	t.soon(`
+	t.Soon(`
 		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, mac, ip, tree_id)
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, workspace_id text, epoch bigint, runner_id text,
-			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text, tree_id text)`, args{"rows": rows})
+			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text, tree_id text)`, pgtx.Args{"rows": rows})
 }
 
 // Occupied reads the row of the runner's load. The insertion has changed this row and so locked it: later placements on the runner wait for
 // this transaction.
 func (t *tx) Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error) {
-	rows, err := asSystem[usedRow](ctx, t, `SELECT`+usedColumns+` FROM runner_loads l WHERE l.runner_id = @runner`, args{"runner": runner})
+	rows, err := pgtx.AsSystem[usedRow](ctx, t, `SELECT`+usedColumns+` FROM runner_loads l WHERE l.runner_id = @runner`, pgtx.Args{"runner": runner})
 	if err != nil || len(rows) != 1 {
 		return runnerapi.Capacity{}, err
 	}
 	return rows[0].capacity(), nil
 }
 
-func (t *tx) sandboxes(ctx context.Context, where string, a args) ([]controller.Sandbox, error) {
-	rows, err := many[sandboxRow](ctx, t, `SELECT`+sandboxColumns+` FROM sandboxes s CROSS JOIN LATERAL (SELECT * FROM runners x WHERE x.id = s.runner_id LIMIT 1) r WHERE `+where+` ORDER BY s.id`, a)
+func (t *tx) sandboxes(ctx context.Context, where string, a pgtx.Args) ([]controller.Sandbox, error) {
+	rows, err := pgtx.Many[sandboxRow](ctx, t, `SELECT`+sandboxColumns+` FROM sandboxes s CROSS JOIN LATERAL (SELECT * FROM runners x WHERE x.id = s.runner_id LIMIT 1) r WHERE `+where+` ORDER BY s.id`, a)
 	if err != nil {
 		return nil, err
 	}
@@ -147,22 +147,22 @@ func (t *tx) sandboxes(ctx context.Context, where string, a args) ([]controller.
 
 // Sandboxes returns sandboxes by id.
 func (t *tx) Sandboxes(ctx context.Context, ids []core.SandboxID) ([]controller.Sandbox, error) {
-	return t.sandboxes(ctx, `s.id = ANY(@ids::text[])`, args{"ids": texts(ids)})
+	return t.sandboxes(ctx, `s.id = ANY(@ids::text[])`, pgtx.Args{"ids": pgtx.Texts(ids)})
 }
 
 // EndedSandboxes returns those that have ended.
 func (t *tx) EndedSandboxes(ctx context.Context, ids []core.SandboxID) ([]controller.Sandbox, error) {
-	return t.sandboxes(ctx, `s.id = ANY(@ids::text[]) AND s.ended_at IS NOT NULL`, args{"ids": texts(ids)})
+	return t.sandboxes(ctx, `s.id = ANY(@ids::text[]) AND s.ended_at IS NOT NULL`, pgtx.Args{"ids": pgtx.Texts(ids)})
 }
 
 // WorkspaceSandboxes returns the living sandboxes of a workspace. Their machines may run.
 func (t *tx) WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]controller.Sandbox, error) {
-	return t.sandboxes(ctx, `s.workspace_id = @id AND s.ended_at IS NULL`, args{"id": id})
+	return t.sandboxes(ctx, `s.workspace_id = @id AND s.ended_at IS NULL`, pgtx.Args{"id": id})
 }
 
 // EndSandboxes ends the rows of sandboxes, which frees their identities.
 func (t *tx) EndSandboxes(ctx context.Context, ids []core.SandboxID) error {
-	_, err := t.exec(ctx, `UPDATE sandboxes SET ended_at = now() WHERE id = ANY(@ids::text[]) AND ended_at IS NULL`, args{"ids": texts(ids)})
+	_, err := t.Exec(ctx, `UPDATE sandboxes SET ended_at = now() WHERE id = ANY(@ids::text[]) AND ended_at IS NULL`, pgtx.Args{"ids": pgtx.Texts(ids)})
 	return err
 }
 
@@ -188,14 +188,14 @@ func (t *tx) InsertReseals(list []controller.ResealRecord) {
 	for i, r := range list {
 		rows[i] = newReseal{
 			ProjectID: r.ProjectID, WorkspaceID: r.WorkspaceID, SandboxID: r.SandboxID, OperationID: r.OperationID, CheckpointID: r.CheckpointID,
-			Generation: r.Report.Generation, Complete: r.Report.Complete, Steps: orNone(r.Report.Steps),
-			Stale: orNone(r.Report.StaleProcesses), DurationMS: r.Report.DurationMS,
+			Generation: r.Report.Generation, Complete: r.Report.Complete, Steps: pgtx.OrNone(r.Report.Steps),
+			Stale: pgtx.OrNone(r.Report.StaleProcesses), DurationMS: r.Report.DurationMS,
 		}
 	}
-	t.soon(`
+	t.Soon(`
 		INSERT INTO reseal_reports (project_id, workspace_id, sandbox_id, operation_id, checkpoint_id, generation, complete, steps, stale_processes, duration_ms)
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, sandbox_id text, operation_id text,
-			checkpoint_id text, generation text, complete boolean, steps jsonb, stale_processes jsonb, duration_ms float8)`, args{"rows": rows})
+			checkpoint_id text, generation text, complete boolean, steps jsonb, stale_processes jsonb, duration_ms float8)`, pgtx.Args{"rows": rows})
 	t.insertAttestations(list)
 }
 
@@ -232,20 +232,15 @@ func reseals(rows []resealRow, err error) ([]controller.ResealRecord, error) {
 
 // Reseals lists the reports of a workspace. Pages are in the order of sandbox ids, which is the order of age.
 func (t *tx) Reseals(ctx context.Context, id core.WorkspaceID, p controller.Page) ([]controller.ResealRecord, error) {
-	return reseals(many[resealRow](ctx, t, `
+	return reseals(pgtx.Many[resealRow](ctx, t, `
 		SELECT`+resealColumns+` FROM reseal_reports p JOIN sandboxes s ON s.id = p.sandbox_id
 		WHERE p.workspace_id = @id AND (@after::text = '' OR p.sandbox_id < @after) ORDER BY p.sandbox_id DESC LIMIT @limit`,
-		args{"id": id, "after": p.After, "limit": p.Limit}))
+		pgtx.Args{"id": id, "after": p.After, "limit": p.Limit}))
 }
 
 // ResealsByOperation returns the reports that an operation wrote about workspaces.
 func (t *tx) ResealsByOperation(ctx context.Context, op core.OperationID, workspaces []core.WorkspaceID) ([]controller.ResealRecord, error) {
-	return reseals(many[resealRow](ctx, t, `
+	return reseals(pgtx.Many[resealRow](ctx, t, `
 		SELECT`+resealColumns+` FROM reseal_reports p JOIN sandboxes s ON s.id = p.sandbox_id
-		WHERE p.workspace_id = ANY(@ids::text[]) AND p.operation_id = @op`, args{"ids": texts(workspaces), "op": op}))
-}
-
-// quoted joins constants of core for use inside SQL text.
-func quoted[S ~string](list ...S) string {
-	return "'" + strings.Join(texts(list), "', '") + "'"
+		WHERE p.workspace_id = ANY(@ids::text[]) AND p.operation_id = @op`, pgtx.Args{"ids": pgtx.Texts(workspaces), "op": op}))
 }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -26,7 +27,7 @@ func (t *tx) lockCheckpoint(ctx context.Context, id core.CheckpointID) (controll
 	type idRow struct {
 		ID string `db:"id"`
 	}
-	if _, err := one[idRow](ctx, t, noCheckpoint(id), `SELECT id FROM checkpoints WHERE id = @id FOR NO KEY UPDATE`, args{"id": id}); err != nil {
+	if _, err := pgtx.One[idRow](ctx, t, noCheckpoint(id), `SELECT id FROM checkpoints WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": id}); err != nil {
 		return controller.Checkpoint{}, err
 	}
 	cp, err := t.Checkpoint(ctx, id)
@@ -39,11 +40,6 @@ func (t *tx) lockCheckpoint(ctx context.Context, id core.CheckpointID) (controll
 type beginRow struct {
 	Attempt int64  `db:"attempt"`
 	Prefix  string `db:"prefix"`
-}
-
-// keyVersionRow has 0 for a project that does not encrypt, and -1 for one that has lost its keys.
-type keyVersionRow struct {
-	Version int64 `db:"version"`
 }
 
 type referenceRow struct {
@@ -69,48 +65,49 @@ func (t *tx) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.B
 	if err := t.dropNeeds(ctx, cp.ID); err != nil {
 		return runnerapi.SealBegun{}, err
 	}
-	version, err := one[keyVersionRow](ctx, t, noProject(cp.ProjectID), `
+	// 0: the project does not encrypt; -1: it has lost its keys.
+	version, err := pgtx.One[int64](ctx, t, noProject(cp.ProjectID), `
 		SELECT CASE encryption WHEN 'envelope' THEN (SELECT coalesce(max(version), -1) FROM project_keys WHERE project_id = @project) ELSE 0 END AS version
-		FROM projects WHERE id = @project`, args{"project": cp.ProjectID})
+		FROM projects WHERE id = @project`, pgtx.Args{"project": cp.ProjectID})
 	if err != nil {
 		return runnerapi.SealBegun{}, err
 	}
 	// Nothing of a project that encrypts is built on what it has in clear, nor the other way round; templates are nobody's.
 	// Until this transaction ends the reference cannot be deleted, and from then on the attempt needs what it needs.
-	references, err := many[referenceRow](ctx, t, `
+	references, err := pgtx.Many[referenceRow](ctx, t, `
 		SELECT c.id, c.manifest_key, c.manifest_digest, c.manifest_bytes FROM unnest(@ids::text[]) WITH ORDINALITY AS a (id, n) JOIN checkpoints c ON c.id = a.id
 		WHERE c.state = 'sealed' AND (c.shared OR c.project_id = @project AND (c.manifest_key ~ '\.k[1-9][0-9]*$') = @encrypted) ORDER BY a.n LIMIT 1 FOR SHARE OF c`,
-		args{"ids": texts(in.Ancestors), "project": cp.ProjectID, "encrypted": version.Version != 0})
+		pgtx.Args{"ids": pgtx.Texts(in.Ancestors), "project": cp.ProjectID, "encrypted": version != 0})
 	if err != nil {
 		return runnerapi.SealBegun{}, err
 	}
 	var reference core.CheckpointID
-	out := runnerapi.SealBegun{ProjectID: cp.ProjectID, KeyVersion: version.Version}
+	out := runnerapi.SealBegun{ProjectID: cp.ProjectID, KeyVersion: version}
 	if len(references) > 0 {
 		r := references[0]
 		reference = r.ID
 		out.Reference = &runnerapi.Stored{CheckpointID: r.ID, Manifest: r.ManifestKey, Digest: r.ManifestDigest, Bytes: r.ManifestBytes}
 	}
-	begun, err := one[beginRow](ctx, t, nil, `
+	begun, err := pgtx.One[beginRow](ctx, t, nil, `
 		INSERT INTO seals AS s (checkpoint_id, project_id, runner_id, lease_epoch, attempt, reference_id, state)
 		VALUES (@id, @project, @runner, @epoch, 1, @reference, @uploading)
 		ON CONFLICT (checkpoint_id) DO UPDATE SET runner_id = excluded.runner_id, lease_epoch = excluded.lease_epoch, attempt = s.attempt + 1,
 			reference_id = excluded.reference_id, state = excluded.state, begun_at = now(), ended_at = NULL
 		RETURNING attempt, coppice_seal_prefix(project_id, checkpoint_id, attempt) AS prefix`,
-		args{"id": cp.ID, "project": cp.ProjectID, "runner": runner, "epoch": in.LeaseEpoch, "reference": orNull(reference), "uploading": controller.SealUploading})
+		pgtx.Args{"id": cp.ID, "project": cp.ProjectID, "runner": runner, "epoch": in.LeaseEpoch, "reference": pgtx.OrNull(reference), "uploading": controller.SealUploading})
 	if err != nil || reference == "" {
 		out.Attempt, out.Prefix = begun.Attempt, begun.Prefix
 		return out, err
 	}
 	out.Attempt, out.Prefix = begun.Attempt, begun.Prefix
-	_, err = t.exec(ctx, `
+	_, err = t.Exec(ctx, `
 		INSERT INTO checkpoint_objects (checkpoint_id, project_id, key) SELECT @id, @project, key FROM checkpoint_objects WHERE checkpoint_id = @reference`,
-		args{"id": cp.ID, "project": cp.ProjectID, "reference": reference})
+		pgtx.Args{"id": cp.ID, "project": cp.ProjectID, "reference": reference})
 	return out, err
 }
 
 func (t *tx) dropNeeds(ctx context.Context, ids ...core.CheckpointID) error {
-	_, err := t.exec(ctx, `DELETE FROM checkpoint_objects WHERE checkpoint_id = ANY(@ids::text[])`, args{"ids": texts(ids)})
+	_, err := t.Exec(ctx, `DELETE FROM checkpoint_objects WHERE checkpoint_id = ANY(@ids::text[])`, pgtx.Args{"ids": pgtx.Texts(ids)})
 	return err
 }
 
@@ -129,9 +126,9 @@ func (t *tx) LockSeal(ctx context.Context, id core.CheckpointID) (controller.Sea
 	if err != nil {
 		return controller.SealAttempt{}, cp, err
 	}
-	rows, err := many[attemptRow](ctx, t, `
+	rows, err := pgtx.Many[attemptRow](ctx, t, `
 		SELECT project_id, runner_id, lease_epoch, attempt, state, coppice_seal_prefix(project_id, checkpoint_id, attempt) AS prefix
-		FROM seals WHERE checkpoint_id = @id FOR UPDATE`, args{"id": id})
+		FROM seals WHERE checkpoint_id = @id FOR UPDATE`, pgtx.Args{"id": id})
 	if err != nil || len(rows) == 0 {
 		return controller.SealAttempt{}, cp, err
 	}
@@ -139,10 +136,6 @@ func (t *tx) LockSeal(ctx context.Context, id core.CheckpointID) (controller.Sea
 	return controller.SealAttempt{
 		Checkpoint: id, Project: r.Project, RunnerID: r.RunnerID, LeaseEpoch: r.LeaseEpoch, Attempt: r.Attempt, State: r.State, Prefix: r.Prefix,
 	}, cp, nil
-}
-
-type needRow struct {
-	Key string `db:"key"`
 }
 
 // CommitSeal makes a checkpoint sealed. What is needed is compared here: the planner cannot know how long the lists are.
@@ -162,15 +155,15 @@ func (t *tx) CommitSeal(ctx context.Context, at controller.SealAttempt, in runne
 			vain = append(vain, o.Key)
 		}
 	}
-	held, err := many[needRow](ctx, t, `SELECT key FROM checkpoint_objects WHERE checkpoint_id = @id`, args{"id": at.Checkpoint})
+	held, err := pgtx.Many[string](ctx, t, `SELECT key FROM checkpoint_objects WHERE checkpoint_id = @id`, pgtx.Args{"id": at.Checkpoint})
 	if err != nil {
 		return err
 	}
 	for _, h := range held {
-		if _, ok := needed[h.Key]; ok {
-			needed[h.Key] = true
+		if _, ok := needed[h]; ok {
+			needed[h] = true
 		} else {
-			drop = append(drop, h.Key)
+			drop = append(drop, h)
 		}
 	}
 	for key, known := range needed {
@@ -181,33 +174,33 @@ func (t *tx) CommitSeal(ctx context.Context, at controller.SealAttempt, in runne
 	}
 	for _, change := range []struct {
 		sql string
-		a   args
+		a   pgtx.Args
 	}{
 		{
 			`INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes)
 			SELECT o.key, @project, @id, @attempt, o.bytes FROM unnest(@keys::text[], @sizes::bigint[]) AS o (key, bytes)`,
-			args{"project": at.Project, "id": at.Checkpoint, "attempt": at.Attempt, "keys": keys, "sizes": sizes},
+			pgtx.Args{"project": at.Project, "id": at.Checkpoint, "attempt": at.Attempt, "keys": keys, "sizes": sizes},
 		},
 		{
 			`INSERT INTO checkpoint_objects (checkpoint_id, project_id, key) SELECT @id, @project, n.key FROM unnest(@keys::text[]) AS n (key)`,
-			args{"project": at.Project, "id": at.Checkpoint, "keys": own},
+			pgtx.Args{"project": at.Project, "id": at.Checkpoint, "keys": own},
 		},
-		{`DELETE FROM checkpoint_objects WHERE checkpoint_id = @id AND key = ANY(@keys::text[])`, args{"id": at.Checkpoint, "keys": orNone(drop)}},
+		{`DELETE FROM checkpoint_objects WHERE checkpoint_id = @id AND key = ANY(@keys::text[])`, pgtx.Args{"id": at.Checkpoint, "keys": pgtx.OrNone(drop)}},
 		// What was written in vain has no need that could be lost.
 		{
 			`INSERT INTO store_released (project_id, key) SELECT @project, w.key FROM unnest(@keys::text[]) AS w (key)`,
-			args{"project": at.Project, "keys": orNone(vain)},
+			pgtx.Args{"project": at.Project, "keys": pgtx.OrNone(vain)},
 		},
 	} {
-		if _, err := t.exec(ctx, change.sql, change.a); err != nil {
+		if _, err := t.Exec(ctx, change.sql, change.a); err != nil {
 			return err
 		}
 	}
-	n, err := t.exec(ctx, `
+	n, err := t.Exec(ctx, `
 		UPDATE checkpoints SET state = @to, sealed_at = now(), manifest_key = @manifest, manifest_digest = @digest, manifest_bytes = @bytes, stored_bytes = @stored
 		WHERE id = @id AND state = ANY(@from::text[])`,
-		args{
-			"id": at.Checkpoint, "to": core.CheckpointSealed, "from": texts(core.CheckpointSealed.Sources()), "manifest": in.Stored.Manifest,
+		pgtx.Args{
+			"id": at.Checkpoint, "to": core.CheckpointSealed, "from": pgtx.Texts(core.CheckpointSealed.Sources()), "manifest": in.Stored.Manifest,
 			"digest": in.Stored.Digest, "bytes": in.Stored.Bytes, "stored": in.StoredBytes,
 		})
 	if err != nil {
@@ -216,16 +209,16 @@ func (t *tx) CommitSeal(ctx context.Context, at controller.SealAttempt, in runne
 	if n == 0 {
 		return core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s cannot be sealed any more", at.Checkpoint)
 	}
-	_, err = t.exec(ctx, `DELETE FROM seals WHERE checkpoint_id = @id`, args{"id": at.Checkpoint})
+	_, err = t.Exec(ctx, `DELETE FROM seals WHERE checkpoint_id = @id`, pgtx.Args{"id": at.Checkpoint})
 	return err
 }
 
 // FailSeal ends an attempt.
 func (t *tx) FailSeal(ctx context.Context, at controller.SealAttempt, why *core.Error) error {
-	if _, err := t.exec(ctx, `
+	if _, err := t.Exec(ctx, `
 		UPDATE seals SET state = @failed, ended_at = now(), problem_category = @category, problem_code = @code, problem_message = @message
 		WHERE checkpoint_id = @id AND attempt = @attempt AND state = @uploading`,
-		args{
+		pgtx.Args{
 			"id": at.Checkpoint, "attempt": at.Attempt, "failed": controller.SealFailed, "uploading": controller.SealUploading,
 			"category": why.Category, "code": why.Code, "message": why.Msg,
 		}); err != nil {
@@ -236,41 +229,33 @@ func (t *tx) FailSeal(ctx context.Context, at controller.SealAttempt, why *core.
 
 // LeaveDebris looks at what came after the attempt: it must have ended, and not by the commit.
 func (t *tx) LeaveDebris(ctx context.Context, runner core.RunnerID, id core.CheckpointID, attempt int64) error {
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		INSERT INTO store_debris (prefix, project_id)
 		SELECT p.prefix, c.project_id FROM checkpoints c CROSS JOIN LATERAL (SELECT coppice_seal_prefix(c.project_id, c.id, @attempt) AS prefix) p
 			LEFT JOIN seals s ON s.checkpoint_id = c.id
 		WHERE c.id = @id AND c.runner_id = @runner AND @attempt::bigint >= 1 AND NOT starts_with(coalesce(c.manifest_key, ''), p.prefix)
 			AND (c.state IN ('sealed', 'deleted') OR s.attempt > @attempt OR s.attempt = @attempt AND s.state = @failed)
 		ON CONFLICT (prefix) DO UPDATE SET since = now()`,
-		args{"id": id, "runner": runner, "attempt": attempt, "failed": controller.SealFailed})
+		pgtx.Args{"id": id, "runner": runner, "attempt": attempt, "failed": controller.SealFailed})
 	return err
 }
 
 // AbandonSeals ends the attempts that nobody can go on with. A runner that was registered anew begins others.
 func (t *tx) AbandonSeals(ctx context.Context) ([]core.CheckpointID, error) {
-	rows, err := many[checkpointIDRow](ctx, t, `
+	ids, err := pgtx.Many[core.CheckpointID](ctx, t, `
 		SELECT c.id FROM seals s JOIN runners r ON r.id = s.runner_id JOIN checkpoints c ON c.id = s.checkpoint_id
-		WHERE s.state = @uploading AND r.lease_epoch <> s.lease_epoch ORDER BY c.id FOR NO KEY UPDATE OF c`, args{"uploading": controller.SealUploading})
-	if err != nil || len(rows) == 0 {
+		WHERE s.state = @uploading AND r.lease_epoch <> s.lease_epoch ORDER BY c.id FOR NO KEY UPDATE OF c`, pgtx.Args{"uploading": controller.SealUploading})
+	if err != nil || len(ids) == 0 {
 		return nil, err
 	}
-	ids := make([]core.CheckpointID, len(rows))
-	for i, r := range rows {
-		ids[i] = r.ID
-	}
-	ended, err := many[checkpointIDRow](ctx, t, `
+	ended, err := pgtx.Many[core.CheckpointID](ctx, t, `
 		UPDATE seals s SET state = @failed, ended_at = now(), problem_category = @category, problem_code = @code,
 			problem_message = 'its runner was lost or started anew before the upload had ended'
 		FROM runners r WHERE s.checkpoint_id = ANY(@ids::text[]) AND r.id = s.runner_id AND s.state = @uploading AND r.lease_epoch <> s.lease_epoch
 		RETURNING s.checkpoint_id AS id`,
-		args{"ids": texts(ids), "failed": controller.SealFailed, "uploading": controller.SealUploading, "category": core.Unavailable, "code": core.CodeRunnerLost})
+		pgtx.Args{"ids": pgtx.Texts(ids), "failed": controller.SealFailed, "uploading": controller.SealUploading, "category": core.Unavailable, "code": core.CodeRunnerLost})
 	if err != nil || len(ended) == 0 {
 		return nil, err
 	}
-	ids = ids[:0]
-	for _, r := range ended {
-		ids = append(ids, r.ID)
-	}
-	return ids, t.dropNeeds(ctx, ids...)
+	return ended, t.dropNeeds(ctx, ended...)
 }

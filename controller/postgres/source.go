@@ -7,19 +7,16 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
-
-type checkpointIDRow struct {
-	ID core.CheckpointID `db:"id"`
-}
 
 // maxSources bounds the ancestors that a runner is told of: what it has of one that is further away than this is of little use.
 const maxSources = 64
 
 // Sources walks up as Lineage does.
 func (t *tx) Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Stored, error) {
-	rows, err := many[referenceRow](ctx, t, `
+	rows, err := pgtx.Many[referenceRow](ctx, t, `
 		WITH RECURSIVE up AS (
 			SELECT c.id, c.parent_id, c.root_id, c.state, c.manifest_key, c.manifest_digest, c.manifest_bytes, 0 AS n FROM checkpoints c WHERE c.id = @id
 			UNION ALL
@@ -32,7 +29,7 @@ func (t *tx) Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Sto
 			SELECT c.id, c.state, c.manifest_key, c.manifest_digest, c.manifest_bytes, @most FROM checkpoints c
 			WHERE c.id = (SELECT root_id FROM up WHERE n = 0) AND NOT EXISTS (SELECT 1 FROM up WHERE up.id = c.id)
 		)
-		SELECT id, manifest_key, manifest_digest, manifest_bytes FROM path WHERE state = 'sealed' ORDER BY n`, args{"id": id, "most": maxSources})
+		SELECT id, manifest_key, manifest_digest, manifest_bytes FROM path WHERE state = 'sealed' ORDER BY n`, pgtx.Args{"id": id, "most": maxSources})
 	list := make([]runnerapi.Stored, len(rows))
 	for i, r := range rows {
 		list[i] = runnerapi.Stored{CheckpointID: r.ID, Manifest: r.ManifestKey, Digest: r.ManifestDigest, Bytes: r.ManifestBytes}
@@ -43,7 +40,7 @@ func (t *tx) Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Sto
 // SetHolds changes what differs. The row of a checkpoint that is to be held is locked, so that its deletion comes before, and it is not held, or
 // sees the hold.
 func (t *tx) SetHolds(ctx context.Context, runner core.RunnerID, fetching []core.CheckpointID) error {
-	rows, err := many[checkpointIDRow](ctx, t, `SELECT checkpoint_id AS id FROM store_holds WHERE runner_id = @runner`, args{"runner": runner})
+	rows, err := pgtx.Many[core.CheckpointID](ctx, t, `SELECT checkpoint_id AS id FROM store_holds WHERE runner_id = @runner`, pgtx.Args{"runner": runner})
 	if err != nil {
 		return err
 	}
@@ -53,19 +50,19 @@ func (t *tx) SetHolds(ctx context.Context, runner core.RunnerID, fetching []core
 	}
 	var ended []core.CheckpointID
 	for _, r := range rows {
-		if !fresh[r.ID] {
-			ended = append(ended, r.ID)
+		if !fresh[r] {
+			ended = append(ended, r)
 		}
-		delete(fresh, r.ID)
+		delete(fresh, r)
 	}
 	if len(fresh) > 0 {
-		_, err = t.exec(ctx, `
+		_, err = t.Exec(ctx, `
 			INSERT INTO store_holds (checkpoint_id, runner_id, project_id)
 			SELECT c.id, @runner, c.project_id FROM checkpoints c WHERE c.id = ANY(@ids::text[]) AND c.state = 'sealed' ORDER BY c.id FOR SHARE`,
-			args{"ids": texts(slices.Sorted(maps.Keys(fresh))), "runner": runner})
+			pgtx.Args{"ids": pgtx.Texts(slices.Sorted(maps.Keys(fresh))), "runner": runner})
 	}
 	if len(ended) > 0 && err == nil {
-		_, err = t.exec(ctx, `DELETE FROM store_holds WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`, args{"ids": texts(ended), "runner": runner})
+		_, err = t.Exec(ctx, `DELETE FROM store_holds WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`, pgtx.Args{"ids": pgtx.Texts(ended), "runner": runner})
 	}
 	return err
 }
@@ -80,7 +77,7 @@ const nearest = 16
 
 // Near ranks runners: those with the checkpoint, with its parent, with its root, with its image; of each a few.
 func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.RunnerID]int, error) {
-	rows, err := many[nearRow](ctx, t, `
+	rows, err := pgtx.Many[nearRow](ctx, t, `
 		SELECT runner_id, min(distance) AS distance FROM (
 			SELECT k.runner_id, n.distance::int FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) CROSS JOIN LATERAL (
 				SELECT x.runner_id FROM checkpoint_copies x WHERE x.checkpoint_id = n.id ORDER BY x.runner_id LIMIT @nearest
@@ -90,7 +87,7 @@ func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.Runne
 				SELECT x.runner_id FROM image_locations x WHERE x.image_id = i.id LIMIT @nearest
 			) l
 		) AS known GROUP BY runner_id`,
-		args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "image": cp.Image.Digest, "system": controller.SystemProject, "nearest": nearest})
+		pgtx.Args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "image": cp.Image.Digest, "system": controller.SystemProject, "nearest": nearest})
 	near := make(map[core.RunnerID]int, len(rows))
 	for _, r := range rows {
 		near[r.RunnerID] = r.Distance - 1
@@ -100,7 +97,7 @@ func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.Runne
 
 // Peers are some of those that hold a copy and whose lease has not ended. Only the first copies of each checkpoint are looked at.
 func (t *tx) Peers(ctx context.Context, cp controller.Checkpoint) ([]runnerapi.Peer, error) {
-	return many[runnerapi.Peer](ctx, t, `
+	return pgtx.Many[runnerapi.Peer](ctx, t, `
 		SELECT r.id, r.endpoint FROM (
 			SELECT k.runner_id, min(n.distance) AS distance
 			FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) CROSS JOIN LATERAL (
@@ -109,7 +106,7 @@ func (t *tx) Peers(ctx context.Context, cp controller.Checkpoint) ([]runnerapi.P
 			GROUP BY k.runner_id
 		) AS near CROSS JOIN LATERAL (SELECT * FROM runners x WHERE x.id = near.runner_id LIMIT 1) r
 		WHERE r.lease_expires_at > now() AND r.fenced_at IS NULL ORDER BY near.distance, r.id LIMIT @most`,
-		args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "most": runnerapi.MaxPeers, "nearest": nearest})
+		pgtx.Args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "most": runnerapi.MaxPeers, "nearest": nearest})
 }
 
 type copyRow struct {
@@ -119,12 +116,12 @@ type copyRow struct {
 
 // SetCopies compares what a runner has said before with what it says now. It does so here: the planner cannot know how long the lists are.
 func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error {
-	rows, err := many[copyRow](ctx, t, `SELECT checkpoint_id AS id, id_sum IS NOT NULL AS summed FROM checkpoint_copies WHERE runner_id = @runner`, args{"runner": id})
+	rows, err := pgtx.Many[copyRow](ctx, t, `SELECT checkpoint_id AS id, id_sum IS NOT NULL AS summed FROM checkpoint_copies WHERE runner_id = @runner`, pgtx.Args{"runner": id})
 	if err != nil {
 		return err
 	}
 	if slices.ContainsFunc(rows, func(r copyRow) bool { return !r.Summed }) { // of a controller of before
-		if _, err := t.exec(ctx, `UPDATE checkpoint_copies SET id_sum = coppice_id_sum(checkpoint_id) WHERE runner_id = @runner AND id_sum IS NULL`, args{"runner": id}); err != nil {
+		if _, err := t.Exec(ctx, `UPDATE checkpoint_copies SET id_sum = coppice_id_sum(checkpoint_id) WHERE runner_id = @runner AND id_sum IS NULL`, pgtx.Args{"runner": id}); err != nil {
 			return err
 		}
 	}
@@ -147,17 +144,17 @@ func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.Checkpo
 // removes the copy.
 func (t *tx) ChangeCopies(ctx context.Context, id core.RunnerID, come, gone []core.CheckpointID) error {
 	if len(come) > 0 {
-		if _, err := t.exec(ctx, `
+		if _, err := t.Exec(ctx, `
 			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared, id_sum)
 			SELECT c.id, @runner, c.project_id, c.shared, coppice_id_sum(c.id) FROM checkpoints c
 			WHERE c.id = ANY(@ids::text[]) AND c.state IN ('captured', 'sealed') ORDER BY c.id FOR SHARE
-			ON CONFLICT DO NOTHING`, args{"ids": texts(come), "runner": id}); err != nil {
+			ON CONFLICT DO NOTHING`, pgtx.Args{"ids": pgtx.Texts(come), "runner": id}); err != nil {
 			return err
 		}
 	}
 	if len(gone) == 0 {
 		return nil
 	}
-	_, err := t.exec(ctx, `DELETE FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`, args{"ids": texts(gone), "runner": id})
+	_, err := t.Exec(ctx, `DELETE FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`, pgtx.Args{"ids": pgtx.Texts(gone), "runner": id})
 	return err
 }

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -32,7 +33,7 @@ const sweepSessions = `
 
 // SweepSessions walks along the primary key.
 func (t *tx) SweepSessions(ctx context.Context, after core.SessionID, kept time.Duration, limit int) (core.SessionID, int, error) {
-	row, err := one[sweptRow](ctx, t, nil, sweepSessions, args{"after": after, "kept": kept.Seconds(), "limit": limit})
+	row, err := pgtx.One[sweptRow](ctx, t, nil, sweepSessions, pgtx.Args{"after": after, "kept": kept.Seconds(), "limit": limit})
 	return core.SessionID(row.Last), row.Changed, err
 }
 
@@ -49,7 +50,7 @@ const countSessions = `
 
 // CountSessions counts along an index that begins with the project.
 func (t *tx) CountSessions(ctx context.Context, after core.ProjectID, limit int) (core.ProjectID, error) {
-	row, err := one[sweptRow](ctx, t, nil, countSessions, args{"after": after, "limit": limit, "most": controller.MaxSessionsCounted})
+	row, err := pgtx.One[sweptRow](ctx, t, nil, countSessions, pgtx.Args{"after": after, "limit": limit, "most": controller.MaxSessionsCounted})
 	return core.ProjectID(row.Last), err
 }
 
@@ -59,7 +60,7 @@ const sweepExpired = `
 
 // SweepTokens goes by their expiry.
 func (t *tx) SweepTokens(ctx context.Context, limit int) (int, error) {
-	n, err := t.exec(ctx, sweepExpired, args{"limit": limit})
+	n, err := t.Exec(ctx, sweepExpired, pgtx.Args{"limit": limit})
 	return int(n), err
 }
 
@@ -67,26 +68,15 @@ const pruneDeleted = `SELECT c.id FROM checkpoints c WHERE c.state = 'deleted' A
 
 // PruneDeleted walks along an index of what is deleted and still shown.
 func (t *tx) PruneDeleted(ctx context.Context, after core.CheckpointID, limit int) (core.CheckpointID, error) {
-	rows, err := many[struct {
-		ID core.CheckpointID `db:"id"`
-	}](ctx, t, pruneDeleted, args{"after": after, "limit": limit})
-	if err != nil || len(rows) == 0 {
+	ids, err := pgtx.Many[core.CheckpointID](ctx, t, pruneDeleted, pgtx.Args{"after": after, "limit": limit})
+	if err != nil || len(ids) == 0 {
 		return "", err
-	}
-	ids := make([]core.CheckpointID, len(rows))
-	for i, r := range rows {
-		ids[i] = r.ID
 	}
 	return ids[len(ids)-1], t.prune(ctx, ids)
 }
 
-type movedRow struct {
-	Moved int `db:"moved"`
-}
-
 // MakePartitions has the owner do it: nobody else may.
 func (t *tx) MakePartitions(ctx context.Context, table controller.PartitionedTable, keep time.Duration, batch int) (int, error) {
-	row, err := one[movedRow](ctx, t, nil, `SELECT coppice_make_partitions_of(@table, make_interval(secs => @keep), @batch::int) AS moved`,
-		args{"table": string(table), "keep": keep.Seconds(), "batch": batch})
-	return row.Moved, err
+	return pgtx.One[int](ctx, t, nil, `SELECT coppice_make_partitions_of(@table, make_interval(secs => @keep), @batch::int) AS moved`,
+		pgtx.Args{"table": string(table), "keep": keep.Seconds(), "batch": batch})
 }

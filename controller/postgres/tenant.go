@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -48,16 +49,16 @@ func noProject(id core.ProjectID) error {
 
 // EnsureProject returns the project of that name, making it when it is missing.
 func (t *tx) EnsureProject(ctx context.Context, id core.ProjectID, name string) (controller.Project, error) {
-	if _, err := t.exec(ctx, `INSERT INTO projects (id, name) VALUES (@id, @name) ON CONFLICT (name) WHERE deleted_at IS NULL DO NOTHING`, args{"id": id, "name": name}); err != nil {
+	if _, err := t.Exec(ctx, `INSERT INTO projects (id, name) VALUES (@id, @name) ON CONFLICT (name) WHERE deleted_at IS NULL DO NOTHING`, pgtx.Args{"id": id, "name": name}); err != nil {
 		return controller.Project{}, err
 	}
-	row, err := one[projectRow](ctx, t, noProject(id), `SELECT`+projectColumns+projectFrom+` AND p.name = @name AND p.deleted_at IS NULL`, args{"name": name})
+	row, err := pgtx.One[projectRow](ctx, t, noProject(id), `SELECT`+projectColumns+projectFrom+` AND p.name = @name AND p.deleted_at IS NULL`, pgtx.Args{"name": name})
 	return row.project(), err
 }
 
 // InsertProject makes a project with the usual quotas.
 func (t *tx) InsertProject(ctx context.Context, id core.ProjectID, name string) (controller.Project, error) {
-	if _, err := t.exec(ctx, `INSERT INTO projects (id, name) VALUES (@id, @name)`, args{"id": id, "name": name}); err != nil {
+	if _, err := t.Exec(ctx, `INSERT INTO projects (id, name) VALUES (@id, @name)`, pgtx.Args{"id": id, "name": name}); err != nil {
 		return controller.Project{}, err
 	}
 	return t.Project(ctx, id)
@@ -65,19 +66,15 @@ func (t *tx) InsertProject(ctx context.Context, id core.ProjectID, name string) 
 
 // Project returns one.
 func (t *tx) Project(ctx context.Context, id core.ProjectID) (controller.Project, error) {
-	row, err := one[projectRow](ctx, t, noProject(id), `SELECT`+projectColumns+projectFrom+` AND p.id = @id`, args{"id": id})
+	row, err := pgtx.One[projectRow](ctx, t, noProject(id), `SELECT`+projectColumns+projectFrom+` AND p.id = @id`, pgtx.Args{"id": id})
 	return row.project(), err
 }
 
 // Projects lists, newest first.
 func (t *tx) Projects(ctx context.Context, p controller.Page) ([]controller.Project, error) {
-	rows, err := many[projectRow](ctx, t, `SELECT`+projectColumns+projectFrom+` AND (@after = '' OR p.id < @after) ORDER BY p.id DESC LIMIT @limit`,
-		args{"after": p.After, "limit": p.Limit})
-	list := make([]controller.Project, len(rows))
-	for i, r := range rows {
-		list[i] = r.project()
-	}
-	return list, err
+	rows, err := pgtx.Many[projectRow](ctx, t, `SELECT`+projectColumns+projectFrom+` AND (@after = '' OR p.id < @after) ORDER BY p.id DESC LIMIT @limit`,
+		pgtx.Args{"after": p.After, "limit": p.Limit})
+	return pgtx.Map(rows, projectRow.project), err
 }
 
 // DeleteProject destroys the project's keys. It takes the quotas away, which every admission needs, and then looks whether anything was admitted before.
@@ -85,21 +82,21 @@ func (t *tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
 	if _, err := t.Project(ctx, id); err != nil {
 		return err
 	}
-	n, err := t.exec(ctx, `DELETE FROM quotas WHERE project_id = @id`, args{"id": id})
+	n, err := t.Exec(ctx, `DELETE FROM quotas WHERE project_id = @id`, pgtx.Args{"id": id})
 	if err == nil && n == 0 {
 		err = noProject(id)
 	}
 	if err != nil {
 		return err
 	}
-	left, err := one[struct {
+	left, err := pgtx.One[struct {
 		Workspaces  int64 `db:"workspaces"`
 		Checkpoints int64 `db:"checkpoints"`
 		Operations  int64 `db:"operations"`
 	}](ctx, t, nil, `
 		SELECT (SELECT count(*) FROM workspaces WHERE project_id = @id AND state NOT IN ('terminated', 'failed', 'lost')) AS workspaces,
 			(SELECT count(*) FROM checkpoints WHERE project_id = @id AND state IN ('capturing', 'captured', 'sealed')) AS checkpoints,
-			(SELECT count(*) FROM operations WHERE project_id = @id AND state IN ('pending', 'running')) AS operations`, args{"id": id})
+			(SELECT count(*) FROM operations WHERE project_id = @id AND state IN ('pending', 'running')) AS operations`, pgtx.Args{"id": id})
 	if err != nil {
 		return err
 	}
@@ -107,17 +104,17 @@ func (t *tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
 		return core.Errorf(core.FailedPrecondition, core.CodeProjectNotEmpty,
 			"project %s has %d workspaces, %d checkpoints and %d operations under way; end and delete them first", id, left.Workspaces, left.Checkpoints, left.Operations)
 	}
-	if _, err := t.exec(ctx, `UPDATE projects SET deleted_at = now() WHERE id = @id`, args{"id": id}); err != nil {
+	if _, err := t.Exec(ctx, `UPDATE projects SET deleted_at = now() WHERE id = @id`, pgtx.Args{"id": id}); err != nil {
 		return err
 	}
 	for _, table := range []string{"grants", "project_authorities", "secrets", "project_keys"} { // whatever is encrypted is not readable any more
-		if _, err := t.exec(ctx, `DELETE FROM `+table+` WHERE project_id = @id`, args{"id": id}); err != nil {
+		if _, err := t.Exec(ctx, `DELETE FROM `+table+` WHERE project_id = @id`, pgtx.Args{"id": id}); err != nil {
 			return err
 		}
 	}
-	_, err = t.exec(ctx, `
+	_, err = t.Exec(ctx, `
 		WITH ended AS (UPDATE api_keys SET revoked_at = now() WHERE project_id = @id AND revoked_at IS NULL RETURNING id)
-		SELECT count(pg_notify(@channel, id)) FROM ended`, args{"id": id, "channel": keyChannel})
+		SELECT count(pg_notify(@channel, id)) FROM ended`, pgtx.Args{"id": id, "channel": keyChannel})
 	return err
 }
 
@@ -140,7 +137,7 @@ type keyRow struct {
 func (r keyRow) key() controller.Key {
 	k := controller.Key{
 		ID: r.ID, ProjectID: r.ProjectID, Name: r.Name, Prefix: r.Prefix, Scopes: r.Scopes, Parent: r.Parent, CreatedAt: r.CreatedAt,
-		LastUsedAt: timeOf(r.LastUsedAt), ExpiresAt: timeOf(r.ExpiresAt), RevokedAt: timeOf(r.RevokedAt),
+		LastUsedAt: pgtx.TimeOf(r.LastUsedAt), ExpiresAt: pgtx.TimeOf(r.ExpiresAt), RevokedAt: pgtx.TimeOf(r.RevokedAt),
 	}
 	copy(k.Hash[:], r.Hash)
 	return k
@@ -148,18 +145,18 @@ func (r keyRow) key() controller.Key {
 
 // EnsureKey stores a key unless one of the same secret is there.
 func (t *tx) EnsureKey(ctx context.Context, key controller.Key) error {
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		INSERT INTO api_keys (id, project_id, name, prefix, hash, scopes)
 		VALUES (@id, @project, @name, @prefix, @hash, @scopes) ON CONFLICT (hash) DO NOTHING`,
-		args{"id": key.ID, "project": key.ProjectID, "name": key.Name, "prefix": key.Prefix, "hash": key.Hash[:], "scopes": texts(key.Scopes)})
+		pgtx.Args{"id": key.ID, "project": key.ProjectID, "name": key.Name, "prefix": key.Prefix, "hash": key.Hash[:], "scopes": pgtx.Texts(key.Scopes)})
 	return err
 }
 
 // KeyByHash finds a valid key.
 func (t *tx) KeyByHash(ctx context.Context, hash [32]byte) (controller.Key, error) {
-	row, err := one[keyRow](ctx, t, controller.ErrKeyEnded, `
+	row, err := pgtx.One[keyRow](ctx, t, controller.ErrKeyEnded, `
 		SELECT`+keyColumns+` FROM api_keys k WHERE k.hash = @hash AND k.revoked_at IS NULL AND (k.expires_at IS NULL OR k.expires_at > now())`,
-		args{"hash": hash[:]})
+		pgtx.Args{"hash": hash[:]})
 	if err != nil {
 		return controller.Key{}, err
 	}
@@ -176,26 +173,26 @@ type maxKeysRow struct {
 
 // InsertKey makes a key of another. That one is locked, so that it cannot be revoked past its new child; so are the quotas.
 func (t *tx) InsertKey(ctx context.Context, key controller.Key, ttl time.Duration) (controller.Key, error) {
-	n, err := t.exec(ctx, `
-		SELECT FROM api_keys WHERE id = @parent AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now()) FOR SHARE`, args{"parent": key.Parent})
+	n, err := t.Exec(ctx, `
+		SELECT FROM api_keys WHERE id = @parent AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now()) FOR SHARE`, pgtx.Args{"parent": key.Parent})
 	if err == nil && n == 0 {
 		err = controller.ErrKeyEnded
 	}
 	if err != nil {
 		return controller.Key{}, err
 	}
-	if _, err := t.exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, args{"project": key.ProjectID}); err != nil {
+	if _, err := t.Exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, pgtx.Args{"project": key.ProjectID}); err != nil {
 		return controller.Key{}, err
 	}
-	have, err := one[maxKeysRow](ctx, t, noProject(key.ProjectID), `SELECT q.max_keys, (`+validKeys+`) AS used FROM quotas q WHERE q.project_id = @project`,
-		args{"project": key.ProjectID})
+	have, err := pgtx.One[maxKeysRow](ctx, t, noProject(key.ProjectID), `SELECT q.max_keys, (`+validKeys+`) AS used FROM quotas q WHERE q.project_id = @project`,
+		pgtx.Args{"project": key.ProjectID})
 	if err != nil {
 		return controller.Key{}, err
 	}
 	if err := exceeded("keys", have.Used, 1, have.Max); err != nil {
 		return controller.Key{}, err
 	}
-	row, err := one[keyRow](ctx, t, nil, `
+	row, err := pgtx.One[keyRow](ctx, t, nil, `
 		WITH k AS (
 			INSERT INTO api_keys (id, project_id, name, prefix, hash, scopes, parent_id, expires_at)
 			VALUES (@id, @project, @name, @prefix, @hash, @scopes, @parent,
@@ -203,8 +200,8 @@ func (t *tx) InsertKey(ctx context.Context, key controller.Key, ttl time.Duratio
 			RETURNING *
 		)
 		SELECT`+keyColumns+` FROM k`,
-		args{
-			"id": key.ID, "project": key.ProjectID, "name": key.Name, "prefix": key.Prefix, "hash": key.Hash[:], "scopes": texts(key.Scopes),
+		pgtx.Args{
+			"id": key.ID, "project": key.ProjectID, "name": key.Name, "prefix": key.Prefix, "hash": key.Hash[:], "scopes": pgtx.Texts(key.Scopes),
 			"parent": key.Parent, "ttl": ttl.Seconds(),
 		})
 	return row.key(), err
@@ -215,42 +212,34 @@ const validKeys = `SELECT count(*) FROM api_keys WHERE project_id = @project AND
 // Key returns one, ended or not.
 func (t *tx) Key(ctx context.Context, id core.KeyID) (controller.Key, error) {
 	absent := core.Errorf(core.NotFound, core.CodeKeyNotFound, "there is no key %s", id)
-	row, err := one[keyRow](ctx, t, absent, `SELECT`+keyColumns+` FROM api_keys k WHERE k.id = @id`, args{"id": id})
+	row, err := pgtx.One[keyRow](ctx, t, absent, `SELECT`+keyColumns+` FROM api_keys k WHERE k.id = @id`, pgtx.Args{"id": id})
 	return row.key(), err
 }
 
 // Keys lists those of a project, newest first.
 func (t *tx) Keys(ctx context.Context, project core.ProjectID, p controller.Page) ([]controller.Key, error) {
-	rows, err := many[keyRow](ctx, t, `
+	rows, err := pgtx.Many[keyRow](ctx, t, `
 		SELECT`+keyColumns+` FROM api_keys k WHERE k.project_id = @project AND (@after = '' OR k.id < @after) ORDER BY k.id DESC LIMIT @limit`,
-		args{"project": project, "after": p.After, "limit": p.Limit})
-	list := make([]controller.Key, len(rows))
-	for i, r := range rows {
-		list[i] = r.key()
-	}
-	return list, err
+		pgtx.Args{"project": project, "after": p.After, "limit": p.Limit})
+	return pgtx.Map(rows, keyRow.key), err
 }
 
 // RevokeKey goes down from a key as often as it finds something to revoke: a child that was being made at the time holds
 // its parent's row until it can be seen.
 func (t *tx) RevokeKey(ctx context.Context, id core.KeyID) error {
 	for {
-		n, err := t.exec(ctx, `
+		n, err := t.Exec(ctx, `
 			WITH RECURSIVE below AS (
 				SELECT id FROM api_keys WHERE id = @id
 				UNION SELECT k.id FROM api_keys k JOIN below ON k.parent_id = below.id
 			), ended AS (
 				UPDATE api_keys SET revoked_at = now() WHERE id IN (SELECT id FROM below) AND revoked_at IS NULL RETURNING id
 			)
-			SELECT pg_notify(@channel, id) FROM ended`, args{"id": id, "channel": keyChannel})
+			SELECT pg_notify(@channel, id) FROM ended`, pgtx.Args{"id": id, "channel": keyChannel})
 		if err != nil || n == 0 {
 			return err
 		}
 	}
-}
-
-type keyIDRow struct {
-	ID core.KeyID `db:"id"`
 }
 
 // EndedKeys says which of the keys are not valid any more.
@@ -258,13 +247,8 @@ func (t *tx) EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, err
 	if len(ids) == 0 {
 		return nil, nil
 	}
-	rows, err := many[keyIDRow](ctx, t, `SELECT id FROM api_keys WHERE id = ANY(@ids::text[]) AND (revoked_at IS NOT NULL OR expires_at <= now())`,
-		args{"ids": texts(ids)})
-	list := make([]core.KeyID, len(rows))
-	for i, r := range rows {
-		list[i] = r.ID
-	}
-	return list, err
+	return pgtx.Many[core.KeyID](ctx, t, `SELECT id FROM api_keys WHERE id = ANY(@ids::text[]) AND (revoked_at IS NOT NULL OR expires_at <= now())`,
+		pgtx.Args{"ids": pgtx.Texts(ids)})
 }
 
 // UseKeys never moves a time back: another controller may have written a later one.
@@ -274,11 +258,11 @@ func (t *tx) UseKeys(ctx context.Context, at map[core.KeyID]time.Time) error {
 		ids, times = append(ids, string(id)), append(times, when)
 	}
 	// In one order everywhere, so that controllers that write the same keys wait for each other and never both ways.
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		WITH v AS (
 			SELECT k.id, a.at FROM unnest(@ids::text[], @times::timestamptz[]) AS a (id, at) JOIN api_keys k ON k.id = a.id
 			WHERE k.last_used_at IS NULL OR k.last_used_at < a.at ORDER BY k.id FOR UPDATE OF k
 		)
-		UPDATE api_keys SET last_used_at = v.at FROM v WHERE api_keys.id = v.id`, args{"ids": ids, "times": times})
+		UPDATE api_keys SET last_used_at = v.at FROM v WHERE api_keys.id = v.id`, pgtx.Args{"ids": ids, "times": times})
 	return err
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -39,7 +40,7 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 		start, skip = after, 1
 	}
 	// Not sorted there, rows come while the walk goes on, and are decoded meanwhile.
-	rows, err := many[ancestorRow](ctx, t, `
+	rows, err := pgtx.Many[ancestorRow](ctx, t, `
 		WITH RECURSIVE up AS (
 			SELECT`+ancestorColumns+`, 0 AS n FROM checkpoints c WHERE c.id = @start
 			UNION ALL
@@ -47,7 +48,7 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 			WHERE up.n + 1 < @limit::int + @skip::int
 		)
 		SELECT id, kind, state, parent, depth, workspace_id, name, annotations, pinned, created_at, captured_at FROM up WHERE n >= @skip`,
-		args{"start": start, "skip": skip, "limit": limit})
+		pgtx.Args{"start": start, "skip": skip, "limit": limit})
 	if err != nil {
 		return nil, err
 	}
@@ -55,7 +56,7 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 	for i, r := range rows {
 		list[i] = controller.Ancestor{
 			ID: r.ID, Kind: r.Kind, State: r.State, Parent: r.Parent, Depth: r.Depth, WorkspaceID: r.WorkspaceID, Name: r.Name, Annotations: r.Annotations,
-			Pinned: r.Pinned, CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt),
+			Pinned: r.Pinned, CreatedAt: r.CreatedAt, CapturedAt: pgtx.TimeOf(r.CapturedAt),
 		}
 	}
 	slices.SortFunc(list, func(a, b controller.Ancestor) int { return b.Depth - a.Depth })
@@ -78,7 +79,7 @@ func (t *tx) Tree(ctx context.Context, id core.CheckpointID, p controller.TreePa
 		p.AfterDepth = -1
 	}
 	find := t.below
-	if top.Parent == "" && t.scope != controller.System() {
+	if top.Parent == "" && t.Scope() != controller.System() {
 		find = t.belowRoot
 	}
 	nodes, err := find(ctx, id, p)
@@ -90,7 +91,7 @@ func (t *tx) Tree(ctx context.Context, id core.CheckpointID, p controller.TreePa
 
 // belowRoot reads the page off an index that has its order.
 func (t *tx) belowRoot(ctx context.Context, id core.CheckpointID, p controller.TreePage) ([]nodeRow, error) {
-	return many[nodeRow](ctx, t, `
+	return pgtx.Many[nodeRow](ctx, t, `
 		SELECT id, relative FROM (
 			(SELECT c.id, 0 AS relative FROM checkpoints c WHERE c.id = @id AND @after_depth::int < 0)
 			UNION ALL
@@ -98,7 +99,7 @@ func (t *tx) belowRoot(ctx context.Context, id core.CheckpointID, p controller.T
 			WHERE c.project_id = @project AND c.root_id = @id AND c.id <> @id AND`+shown+` AND (@max::int < 0 OR c.depth <= @max)
 				AND (c.depth, c.id) > (@after_depth::int, @after::text) ORDER BY c.depth, c.id LIMIT @limit)
 		) AS both_parts ORDER BY relative, id LIMIT @limit`,
-		args{"id": id, "project": t.scope.String(), "max": p.MaxDepth, "after_depth": p.AfterDepth, "after": p.After, "limit": p.Limit})
+		pgtx.Args{"id": id, "project": t.Scope().String(), "max": p.MaxDepth, "after_depth": p.AfterDepth, "after": p.After, "limit": p.Limit})
 }
 
 // below walks from a node down, at first only some generations beyond the page before: the first page of a large tree must
@@ -110,7 +111,7 @@ func (t *tx) below(ctx context.Context, id core.CheckpointID, p controller.TreeP
 		if last {
 			depth = p.MaxDepth
 		}
-		nodes, err := many[nodeRow](ctx, t, `
+		nodes, err := pgtx.Many[nodeRow](ctx, t, `
 			WITH RECURSIVE down AS (
 				SELECT c.id, 0 AS relative FROM checkpoints c WHERE c.id = @id
 				UNION ALL
@@ -122,7 +123,7 @@ func (t *tx) below(ctx context.Context, id core.CheckpointID, p controller.TreeP
 				SELECT id, relative FROM down WHERE (relative, id) > (@after_depth::int, @after::text) ORDER BY relative, id LIMIT @limit
 			) AS page
 			UNION ALL SELECT '', relative FROM deepest`,
-			args{"id": id, "depth": depth, "after_depth": p.AfterDepth, "after": p.After, "limit": p.Limit})
+			pgtx.Args{"id": id, "depth": depth, "after_depth": p.AfterDepth, "after": p.After, "limit": p.Limit})
 		if err != nil {
 			return nil, err
 		}
@@ -139,7 +140,7 @@ func (t *tx) fill(ctx context.Context, rows []nodeRow) ([]controller.TreeNode, e
 	for i, r := range rows {
 		ids[i], at[r.ID] = r.ID, i
 	}
-	list, err := t.page(ctx, `SELECT`+pageColumns+`, 0 AS children_count FROM checkpoints c`+checkpointJoins+` WHERE c.id = ANY(@ids::text[])`, args{"ids": texts(ids)})
+	list, err := t.page(ctx, `SELECT`+pageColumns+`, 0 AS children_count FROM checkpoints c`+checkpointJoins+` WHERE c.id = ANY(@ids::text[])`, pgtx.Args{"ids": pgtx.Texts(ids)})
 	if err != nil {
 		return nil, err
 	}

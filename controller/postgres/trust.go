@@ -5,31 +5,24 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
 const clusterColumns = ` id, authority, authority_key, pass_key`
 
-type clusterRow struct {
-	ID           string `db:"id"`
-	Authority    []byte `db:"authority"`
-	AuthorityKey []byte `db:"authority_key"`
-	PassKey      []byte `db:"pass_key"`
-}
-
 // Cluster returns the one that the database belongs to.
 func (t *tx) Cluster(ctx context.Context) (controller.Cluster, error) {
 	absent := core.Errorf(core.NotFound, core.CodeInternal, "the database belongs to no cluster yet")
-	row, err := one[clusterRow](ctx, t, absent, `SELECT`+clusterColumns+` FROM clusters`, args{})
-	return controller.Cluster(row), err
+	return pgtx.One[controller.Cluster](ctx, t, absent, `SELECT`+clusterColumns+` FROM clusters`, pgtx.Args{})
 }
 
 // EnsureCluster lets the first of several controllers win.
 func (t *tx) EnsureCluster(ctx context.Context, c controller.Cluster) (controller.Cluster, error) {
-	if _, err := t.exec(ctx, `
+	if _, err := t.Exec(ctx, `
 		INSERT INTO clusters (id, authority, authority_key, pass_key) VALUES (@id, @authority, @authority_key, @pass_key)
 		ON CONFLICT ON CONSTRAINT clusters_single_key DO NOTHING`,
-		args{"id": c.ID, "authority": c.Authority, "authority_key": c.AuthorityKey, "pass_key": c.PassKey}); err != nil {
+		pgtx.Args{"id": c.ID, "authority": c.Authority, "authority_key": c.AuthorityKey, "pass_key": c.PassKey}); err != nil {
 		return c, err
 	}
 	return t.Cluster(ctx)
@@ -47,29 +40,25 @@ func (r runnerTokenRow) token() controller.RunnerToken {
 	return out
 }
 
-type tokensRow struct {
-	Tokens int64 `db:"tokens"`
-}
-
 // InsertRunnerToken stores the hash of a token. It forgets tokens that have expired, and those that were spent long ago.
 func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken, ttl time.Duration) (controller.RunnerToken, error) {
-	if _, err := t.exec(ctx, `
-		DELETE FROM runner_tokens WHERE expires_at < now() - CASE WHEN used_at IS NULL THEN interval '0' ELSE interval '30 days' END`, args{}); err != nil {
+	if _, err := t.Exec(ctx, `
+		DELETE FROM runner_tokens WHERE expires_at < now() - CASE WHEN used_at IS NULL THEN interval '0' ELSE interval '30 days' END`, pgtx.Args{}); err != nil {
 		return token, err
 	}
-	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_runner_tokens'))`, args{}); err != nil { // so that no two take the last place
+	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_runner_tokens'))`, pgtx.Args{}); err != nil { // so that no two take the last place
 		return token, err
 	}
-	there, err := one[tokensRow](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens WHERE used_at IS NULL AND expires_at > now()`, args{})
+	there, err := pgtx.One[int64](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens WHERE used_at IS NULL AND expires_at > now()`, pgtx.Args{})
 	if err != nil {
 		return token, err
 	}
-	if there.Tokens >= controller.MaxRunnerTokens {
-		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d open join tokens, which is the most; wait until some are spent or have expired", there.Tokens)
+	if there >= controller.MaxRunnerTokens {
+		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d open join tokens, which is the most; wait until some are spent or have expired", there)
 	}
-	row, err := one[runnerTokenRow](ctx, t, nil, `
+	row, err := pgtx.One[runnerTokenRow](ctx, t, nil, `
 		INSERT INTO runner_tokens (hash, runner_id, expires_at) VALUES (@hash, @runner, now() + make_interval(secs => @ttl))
-		RETURNING hash, runner_id, expires_at`, args{"hash": token.Hash[:], "runner": token.RunnerID, "ttl": ttl.Seconds()})
+		RETURNING hash, runner_id, expires_at`, pgtx.Args{"hash": token.Hash[:], "runner": token.RunnerID, "ttl": ttl.Seconds()})
 	return row.token(), err
 }
 
@@ -78,58 +67,46 @@ func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 func (t *tx) UseRunnerToken(ctx context.Context, hash [32]byte) (controller.RunnerToken, error) {
 	absent := core.Errorf(core.Unauthenticated, core.CodeJoinTokenRefused,
 		"the join token is not known, was used, has expired or was made before a failover of the database; make another with coppice runner-token create")
-	row, err := one[runnerTokenRow](ctx, t, absent, `
+	row, err := pgtx.One[runnerTokenRow](ctx, t, absent, `
 		UPDATE runner_tokens SET used_at = now() WHERE hash = @hash AND used_at IS NULL AND expires_at > now() AND history = coppice_event_history()
-		RETURNING hash, runner_id, expires_at`, args{"hash": hash[:]})
+		RETURNING hash, runner_id, expires_at`, pgtx.Args{"hash": hash[:]})
 	return row.token(), err
 }
 
 // InsertRunnerIdentity lets a runner in.
 func (t *tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
-	if _, err := t.exec(ctx, `
-		INSERT INTO runner_identities (runner_id) VALUES (@id) ON CONFLICT ON CONSTRAINT runner_identities_pkey DO NOTHING`, args{"id": id}); err != nil {
+	if _, err := t.Exec(ctx, `
+		INSERT INTO runner_identities (runner_id) VALUES (@id) ON CONFLICT ON CONSTRAINT runner_identities_pkey DO NOTHING`, pgtx.Args{"id": id}); err != nil {
 		return err
 	}
 	return t.RunnerIdentity(ctx, id)
 }
 
-type removedRow struct {
-	ID core.RunnerID `db:"runner_id"`
-}
-
 // RemovedRunners lists those that were removed within that time, the latest first.
 func (t *tx) RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error) {
-	rows, err := many[removedRow](ctx, t, `
+	rows, err := pgtx.Many[core.RunnerID](ctx, t, `
 		SELECT runner_id FROM runner_identities WHERE revoked_at > now() - make_interval(secs => @within) ORDER BY revoked_at DESC LIMIT @most`,
-		args{"within": within.Seconds(), "most": most})
+		pgtx.Args{"within": within.Seconds(), "most": most})
 	var list []core.RunnerID
 	for _, r := range rows {
-		list = append(list, r.ID)
+		list = append(list, r)
 	}
 	return list, err
 }
 
-type heardRow struct {
-	Seconds float64 `db:"seconds"`
-}
-
 // RunnerHeard says how long ago a runner was last heard, or joined.
 func (t *tx) RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error) {
-	row, err := one[heardRow](ctx, t, noRunner(id), `
+	row, err := pgtx.One[float64](ctx, t, noRunner(id), `
 		SELECT extract(epoch FROM now() - greatest(i.joined_at, r.heartbeat_at))::float8 AS seconds
-		FROM runner_identities i LEFT JOIN runners r ON r.id = i.runner_id WHERE i.runner_id = @id`, args{"id": id})
-	return time.Duration(row.Seconds * float64(time.Second)), err
-}
-
-type identityRow struct {
-	Revoked bool `db:"revoked"`
+		FROM runner_identities i LEFT JOIN runners r ON r.id = i.runner_id WHERE i.runner_id = @id`, pgtx.Args{"id": id})
+	return time.Duration(row * float64(time.Second)), err
 }
 
 // RunnerIdentity says whether a runner is in.
 func (t *tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
 	absent := core.Errorf(core.NotFound, core.CodeRunnerNotFound, "runner %s has not joined this cluster", id)
-	row, err := one[identityRow](ctx, t, absent, `SELECT revoked_at IS NOT NULL AS revoked FROM runner_identities WHERE runner_id = @id`, args{"id": id})
-	if err == nil && row.Revoked {
+	row, err := pgtx.One[bool](ctx, t, absent, `SELECT revoked_at IS NOT NULL AS revoked FROM runner_identities WHERE runner_id = @id`, pgtx.Args{"id": id})
+	if err == nil && row {
 		err = core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "runner %s was removed from this cluster; to take its host back, join it as a new runner", id)
 	}
 	return err
@@ -137,25 +114,20 @@ func (t *tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
 
 // RemoveRunner revokes an identity. Doing so again is no error.
 func (t *tx) RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error) {
-	known, err := t.exec(ctx, `UPDATE runner_identities SET revoked_at = coalesce(revoked_at, now()) WHERE runner_id = @id`, args{"id": id})
+	known, err := t.Exec(ctx, `UPDATE runner_identities SET revoked_at = coalesce(revoked_at, now()) WHERE runner_id = @id`, pgtx.Args{"id": id})
 	if err != nil {
 		return nil, err
 	}
-	there, err := t.exec(ctx, `
+	there, err := t.Exec(ctx, `
 		UPDATE runners SET removed_at = coalesce(removed_at, now()), fenced_at = coalesce(fenced_at, now()), lease_epoch = lease_epoch + 1, lease_expires_at = least(lease_expires_at, now())
-		WHERE id = @id`, args{"id": id})
+		WHERE id = @id`, pgtx.Args{"id": id})
 	if err != nil {
 		return nil, err
 	}
 	if known+there == 0 {
 		return nil, noRunner(id)
 	}
-	rows, err := many[workspaceIDRow](ctx, t, `
+	return pgtx.Many[core.WorkspaceID](ctx, t, `
 		SELECT DISTINCT w.id FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id
-		WHERE s.runner_id = @id AND s.ended_at IS NULL AND w.ended_at IS NULL ORDER BY w.id`, args{"id": id})
-	list := make([]core.WorkspaceID, len(rows))
-	for i, r := range rows {
-		list[i] = r.ID
-	}
-	return list, err
+		WHERE s.runner_id = @id AND s.ended_at IS NULL AND w.ended_at IS NULL ORDER BY w.id`, pgtx.Args{"id": id})
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -26,15 +27,15 @@ const dueNow = `
 
 // ExpiredWorkspaces lists what is too old, of all projects when the scope is the system's.
 func (t *tx) ExpiredWorkspaces(ctx context.Context, limit int) ([]controller.Workspace, error) {
-	return planned(t, func() ([]controller.Workspace, error) {
-		return t.plainWorkspaces(ctx, expiredWorkspaces, args{"limit": limit, "from": texts(core.WorkspaceTerminating.Sources())})
+	return pgtx.Planned(t, func() ([]controller.Workspace, error) {
+		return t.plainWorkspaces(ctx, expiredWorkspaces, pgtx.Args{"limit": limit, "from": pgtx.Texts(core.WorkspaceTerminating.Sources())})
 	})
 }
 
 // ClaimOverdue takes the first few of each project. For the rows that it has locked it asks for the time alone: with the whole condition
 // the planner would read all of the index instead of the keys. Overdue asks for the rest.
 func (t *tx) ClaimOverdue(ctx context.Context, each, limit int) ([]controller.Workspace, error) {
-	return planned(t, func() ([]controller.Workspace, error) {
+	return pgtx.Planned(t, func() ([]controller.Workspace, error) {
 		return t.plainWorkspaces(ctx, `
 			WITH due AS MATERIALIZED (`+dueNow+`
 			), few AS (
@@ -47,20 +48,20 @@ func (t *tx) ClaimOverdue(ctx context.Context, each, limit int) ([]controller.Wo
 					suspend_next_at = now() + least(interval '1 hour', interval '1 minute' * 2 ^ least(suspend_tries, 6))
 				WHERE id = ANY(ARRAY(SELECT id FROM locked)) RETURNING *
 			)
-			SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.expires_at`, args{"each": each, "limit": limit})
+			SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.expires_at`, pgtx.Args{"each": each, "limit": limit})
 	})
 }
 
 // Overdue probes the key.
 func (t *tx) Overdue(ctx context.Context, id core.WorkspaceID) (bool, error) {
-	n, err := t.exec(ctx, `SELECT FROM workspaces w WHERE w.id = @id AND`+overdue, args{"id": id})
+	n, err := t.Exec(ctx, `SELECT FROM workspaces w WHERE w.id = @id AND`+overdue, pgtx.Args{"id": id})
 	return n > 0, err
 }
 
 // RenewTTL starts the time of a workspace anew, if it ends in a suspension.
 func (t *tx) RenewTTL(ctx context.Context, id core.WorkspaceID) error {
-	_, err := t.exec(ctx, `UPDATE workspaces SET expires_at = now() + coalesce(make_interval(secs => ttl_seconds), expires_at - created_at),
+	_, err := t.Exec(ctx, `UPDATE workspaces SET expires_at = now() + coalesce(make_interval(secs => ttl_seconds), expires_at - created_at),
 			suspend_next_at = NULL, suspend_tries = 0
-		WHERE id = @id AND on_ttl = 'suspend' AND expires_at IS NOT NULL`, args{"id": id})
+		WHERE id = @id AND on_ttl = 'suspend' AND expires_at IS NOT NULL`, pgtx.Args{"id": id})
 	return err
 }

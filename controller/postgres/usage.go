@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -19,12 +20,12 @@ func (t *tx) InsertUsage(ctx context.Context, runner core.RunnerID, list []runne
 	if len(list) == 0 {
 		return nil
 	}
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		INSERT INTO usage_totals AS t (sandbox_id, project_id, workspace_id, cpu_seconds, sent_bytes, received_bytes)
 		SELECT s.id, s.project_id, s.workspace_id, greatest(max(v.cpu_seconds), 0), greatest(max(v.sent_bytes), 0), greatest(max(v.received_bytes), 0)
 		FROM jsonb_to_recordset(@rows::jsonb) AS v (sandbox_id text, cpu_seconds float8, sent_bytes bigint, received_bytes bigint)
 		JOIN sandboxes s ON s.id = v.sandbox_id AND s.runner_id = @runner
-		GROUP BY s.id ORDER BY s.id`+takeTotals, args{"rows": list, "runner": runner})
+		GROUP BY s.id ORDER BY s.id`+takeTotals, pgtx.Args{"rows": list, "runner": runner})
 	return err
 }
 
@@ -36,15 +37,15 @@ type lastRow struct {
 // RollUsage moves samples of earlier versions into the totals along the key, at most limit of them. A total is the largest report, so the samples
 // of a sandbox may move in parts.
 func (t *tx) RollUsage(ctx context.Context, limit int) (int, error) {
-	last, err := inOrder[lastRow](ctx, t, `SELECT u.sandbox_id AS last, u.created_at AS at FROM usage_samples u ORDER BY u.sandbox_id, u.created_at OFFSET @limit - 1 LIMIT 1`, args{"limit": limit})
+	last, err := pgtx.InOrder[lastRow](ctx, t, `SELECT u.sandbox_id AS last, u.created_at AS at FROM usage_samples u ORDER BY u.sandbox_id, u.created_at OFFSET @limit - 1 LIMIT 1`, pgtx.Args{"limit": limit})
 	if err != nil {
 		return 0, err
 	}
-	where, a := ``, args{}
+	where, a := ``, pgtx.Args{}
 	if len(last) > 0 {
-		where, a = ` WHERE (u.sandbox_id, u.created_at) <= (@last, @at::timestamptz)`, args{"last": last[0].Last, "at": last[0].At}
+		where, a = ` WHERE (u.sandbox_id, u.created_at) <= (@last, @at::timestamptz)`, pgtx.Args{"last": last[0].Last, "at": last[0].At}
 	}
-	rows, err := inOrder[movedRow](ctx, t, `
+	rows, err := pgtx.InOrder[int](ctx, t, `
 		WITH gone AS (
 			DELETE FROM usage_samples u`+where+` RETURNING u.*
 		), kept AS (
@@ -56,7 +57,7 @@ func (t *tx) RollUsage(ctx context.Context, limit int) (int, error) {
 	if err != nil || len(rows) == 0 {
 		return 0, err
 	}
-	return rows[0].Moved, nil
+	return rows[0], nil
 }
 
 type sumRow struct {
@@ -72,8 +73,8 @@ type sumRow struct {
 
 // usageOf sums over the relations ws (ids of workspaces) and cps (ids of checkpoints). Reports are cumulative: the largest of a
 // sandbox counts. A sample of an earlier version is in usage_samples until it is in the totals.
-func (t *tx) usageOf(ctx context.Context, with string, a args) (controller.Usage, error) {
-	row, err := one[sumRow](ctx, t, nil, with+`, used AS (
+func (t *tx) usageOf(ctx context.Context, with string, a pgtx.Args) (controller.Usage, error) {
+	row, err := pgtx.One[sumRow](ctx, t, nil, with+`, used AS (
 			SELECT max(u.cpu_seconds) AS cpu, max(u.sent_bytes) AS sent, max(u.received_bytes) AS received, max(u.at) AS at FROM (
 				SELECT sandbox_id, cpu_seconds, sent_bytes, received_bytes, sampled_at AS at FROM usage_totals WHERE workspace_id IN (SELECT id FROM ws)
 				UNION ALL SELECT sandbox_id, cpu_seconds, sent_bytes, received_bytes, created_at FROM usage_samples WHERE workspace_id IN (SELECT id FROM ws)
@@ -88,13 +89,13 @@ func (t *tx) usageOf(ctx context.Context, with string, a args) (controller.Usage
 				FROM checkpoints c WHERE c.id IN (SELECT id FROM cps) AND c.state IN (`+living+`)) AS c`, a)
 	return controller.Usage{
 		Workspaces: row.Workspaces, Checkpoints: row.Checkpoints, CPUSeconds: row.CPUSeconds, GiBSeconds: row.GiBSeconds, StoredBytes: row.StoredBytes,
-		SentBytes: row.SentBytes, ReceivedBytes: row.ReceivedBytes, SampledAt: timeOf(row.SampledAt),
+		SentBytes: row.SentBytes, ReceivedBytes: row.ReceivedBytes, SampledAt: pgtx.TimeOf(row.SampledAt),
 	}, err
 }
 
 // WorkspaceUsage sums one workspace, with the checkpoints that were taken of it.
 func (t *tx) WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (controller.Usage, error) {
-	return t.usageOf(ctx, `WITH ws AS (SELECT @id::text AS id), cps AS (SELECT c.id FROM checkpoints c WHERE c.workspace_id = @id)`, args{"id": id})
+	return t.usageOf(ctx, `WITH ws AS (SELECT @id::text AS id), cps AS (SELECT c.id FROM checkpoints c WHERE c.workspace_id = @id)`, pgtx.Args{"id": id})
 }
 
 // CheckpointUsage sums a subtree: its checkpoints, and the workspaces that were forked from one of them.
@@ -103,5 +104,5 @@ func (t *tx) CheckpointUsage(ctx context.Context, id core.CheckpointID) (control
 		WITH RECURSIVE cps AS (
 			SELECT c.id FROM checkpoints c WHERE c.id = @id
 			UNION ALL SELECT c.id FROM checkpoints c JOIN cps ON c.parent_id = cps.id
-		), ws AS (SELECT w.id FROM workspaces w WHERE w.parent_checkpoint_id IN (SELECT id FROM cps))`, args{"id": id})
+		), ws AS (SELECT w.id FROM workspaces w WHERE w.parent_checkpoint_id IN (SELECT id FROM cps))`, pgtx.Args{"id": id})
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -52,8 +53,8 @@ type workspaceRow struct {
 	RulesApplied   int64                 `db:"egress_applied"`
 	Granted        bool                  `db:"granted"`
 	GrantsKey      []byte                `db:"grants_key"`
-	Env            object[string]        `db:"env"`
-	Labels         object[string]        `db:"labels"`
+	Env            pgtx.Object[string]   `db:"env"`
+	Labels         pgtx.Object[string]   `db:"labels"`
 	IdleSeconds    int64                 `db:"idle_seconds"`
 	OnIdle         controller.IdleAction `db:"on_idle"`
 	OnTTL          controller.IdleAction `db:"on_ttl"`
@@ -91,7 +92,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
 		Egress:    r.Egress, Rules: grants.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied, Granted: r.Granted, EncryptedFor: r.GrantsKey}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
 		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume, OnTTL: r.OnTTL},
-		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
+		CreatedAt: r.CreatedAt, ReadyAt: pgtx.TimeOf(r.ReadyAt), ExpiresAt: pgtx.TimeOf(r.ExpiresAt), EndedAt: pgtx.TimeOf(r.EndedAt),
 	}
 	if r.FailureCode != "" {
 		w.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage}
@@ -99,7 +100,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 	if r.SandboxID == "" || !r.State.Live() {
 		return w, nil
 	}
-	w.Unknown, w.Stall = r.Unknown, controller.Stall{Since: timeOf(r.StalledAt), Code: r.StalledCode, Message: r.StalledMessage}
+	w.Unknown, w.Stall = r.Unknown, controller.Stall{Since: pgtx.TimeOf(r.StalledAt), Code: r.StalledCode, Message: r.StalledMessage}
 	var err error
 	w.Sandbox, err = sandboxRow{
 		ID: r.SandboxID, ProjectID: r.ProjectID, WorkspaceID: r.ID, Epoch: r.SandboxEpoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,
@@ -142,7 +143,7 @@ func (r sandboxRow) sandbox() (controller.Sandbox, error) {
 }
 
 // workspaces reads rows. For those that are lost it says from which checkpoints they can be grown again.
-func (t *tx) workspaces(ctx context.Context, sql string, a args) ([]controller.Workspace, error) {
+func (t *tx) workspaces(ctx context.Context, sql string, a pgtx.Args) ([]controller.Workspace, error) {
 	list, err := t.plainWorkspaces(ctx, sql, a)
 	if err != nil {
 		return nil, err
@@ -167,7 +168,7 @@ func (t *tx) setRecoverFrom(ctx context.Context, list []controller.Workspace) er
 	if len(heads) == 0 {
 		return nil
 	}
-	rows, err := many[recoverRow](ctx, t, `
+	rows, err := pgtx.Many[recoverRow](ctx, t, `
 		WITH RECURSIVE up AS (
 			SELECT h.id AS head, p.id, p.parent_id, p.kind, 0 AS n, p.growable FROM unnest(@heads::text[]) AS h (id) CROSS JOIN LATERAL (
 				SELECT c.id, c.parent_id, c.kind, `+growable+` AS growable FROM checkpoints c WHERE c.id = h.id LIMIT 1
@@ -177,7 +178,7 @@ func (t *tx) setRecoverFrom(ctx context.Context, list []controller.Workspace) er
 				SELECT c.id, c.parent_id, c.kind, `+growable+` AS growable FROM checkpoints c WHERE c.id = up.parent_id LIMIT 1
 			) p WHERE NOT up.growable AND up.n < 1000
 		)
-		SELECT up.head, up.id FROM up WHERE up.growable AND up.kind = 'user'`, args{"heads": texts(slices.Collect(maps.Keys(heads)))})
+		SELECT up.head, up.id FROM up WHERE up.growable AND up.kind = 'user'`, pgtx.Args{"heads": pgtx.Texts(slices.Collect(maps.Keys(heads)))})
 	if err != nil {
 		return err
 	}
@@ -193,8 +194,8 @@ func (t *tx) setRecoverFrom(ctx context.Context, list []controller.Workspace) er
 }
 
 // plainWorkspaces is workspaces without a word about recovery.
-func (t *tx) plainWorkspaces(ctx context.Context, sql string, a args) ([]controller.Workspace, error) {
-	rows, err := many[workspaceRow](ctx, t, sql, a)
+func (t *tx) plainWorkspaces(ctx context.Context, sql string, a pgtx.Args) ([]controller.Workspace, error) {
+	rows, err := pgtx.Many[workspaceRow](ctx, t, sql, a)
 	if err != nil {
 		return nil, err
 	}
@@ -207,7 +208,7 @@ func (t *tx) plainWorkspaces(ctx context.Context, sql string, a args) ([]control
 	return list, nil
 }
 
-func (t *tx) workspace(ctx context.Context, absent error, sql string, a args) (controller.Workspace, error) {
+func (t *tx) workspace(ctx context.Context, absent error, sql string, a pgtx.Args) (controller.Workspace, error) {
 	list, err := t.workspaces(ctx, sql, a)
 	switch {
 	case err != nil:
@@ -224,33 +225,33 @@ func noWorkspace(id core.WorkspaceID) error {
 
 // Workspace returns one.
 func (t *tx) Workspace(ctx context.Context, id core.WorkspaceID) (controller.Workspace, error) {
-	return t.workspace(ctx, noWorkspace(id), `SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+` WHERE w.id = @id`, args{"id": id})
+	return t.workspace(ctx, noWorkspace(id), `SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+` WHERE w.id = @id`, pgtx.Args{"id": id})
 }
 
 // Workspaces lists, newest first.
 func (t *tx) Workspaces(ctx context.Context, f controller.WorkspaceFilter) ([]controller.Workspace, error) {
-	q := newFilter("w", f.Page, false)
-	q.equal("name", f.Name)
-	q.equal("checkpoint_id", string(f.Head))
-	q.equal("parent_checkpoint_id", string(f.Parent))
-	q.suffix(f.IDSuffix)
-	q.anyOf("state", texts(f.States))
-	q.labels(f.Labels)
-	return t.workspaces(ctx, `SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+q.where()+q.tail(), q.args)
+	q := pgtx.NewFilter("w", f.Page, false)
+	q.Equal("name", f.Name)
+	q.Equal("checkpoint_id", string(f.Head))
+	q.Equal("parent_checkpoint_id", string(f.Parent))
+	q.Suffix(f.IDSuffix)
+	q.AnyOf("state", pgtx.Texts(f.States))
+	q.Labels(f.Labels)
+	return t.workspaces(ctx, `SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+q.Where()+q.Tail(), q.Args)
 }
 
 // WorkspacesByID returns those that exist, in the order of ids.
 func (t *tx) WorkspacesByID(ctx context.Context, ids []core.WorkspaceID) ([]controller.Workspace, error) {
 	return t.workspaces(ctx, `
 		SELECT`+workspaceColumns+` FROM unnest(@ids::text[]) WITH ORDINALITY AS asked (id, n)
-		JOIN workspaces w ON w.id = asked.id`+workspaceJoins+` ORDER BY asked.n`, args{"ids": texts(ids)})
+		JOIN workspaces w ON w.id = asked.id`+workspaceJoins+` ORDER BY asked.n`, pgtx.Args{"ids": pgtx.Texts(ids)})
 }
 
 // HeadWorkspaces lists what lives on top of checkpoints.
 func (t *tx) HeadWorkspaces(ctx context.Context, heads []core.CheckpointID) ([]controller.Workspace, error) {
 	return t.workspaces(ctx, `
 		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
-		WHERE w.checkpoint_id = ANY(@heads::text[]) AND w.ended_at IS NULL ORDER BY w.id`, args{"heads": texts(heads)})
+		WHERE w.checkpoint_id = ANY(@heads::text[]) AND w.ended_at IS NULL ORDER BY w.id`, pgtx.Args{"heads": pgtx.Texts(heads)})
 }
 
 // OrphanedTerminations lists what is half terminated and nobody works on any more.
@@ -259,7 +260,7 @@ func (t *tx) OrphanedTerminations(ctx context.Context, limit int) ([]controller.
 		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
 		WHERE w.state = @terminating AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.state IN ('pending', 'running'))
 		ORDER BY w.id LIMIT @limit`,
-		args{"limit": limit, "terminating": core.WorkspaceTerminating})
+		pgtx.Args{"limit": limit, "terminating": core.WorkspaceTerminating})
 }
 
 type newWorkspace struct {
@@ -292,13 +293,13 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 	for i, w := range list {
 		rows[i] = newWorkspace{
 			ID: w.ID, ProjectID: w.ProjectID, Name: w.Name, State: w.State, ImageName: w.Image.Name, ImageDigest: w.Image.Digest,
-			VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: w.Resources.DiskGiB, Egress: w.Egress, Allow: orNone(w.Rules.Allow),
-			Env: orEmpty(w.Env), Labels: orEmpty(w.Labels), Parent: orNull(w.Parent), SandboxID: w.Sandbox.ID, AutoResume: w.Rest.AutoResume,
+			VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: w.Resources.DiskGiB, Egress: w.Egress, Allow: pgtx.OrNone(w.Rules.Allow),
+			Env: pgtx.OrEmpty(w.Env), Labels: pgtx.OrEmpty(w.Labels), Parent: pgtx.OrNull(w.Parent), SandboxID: w.Sandbox.ID, AutoResume: w.Rest.AutoResume,
 			OnTTL: cmp.Or(w.Rest.OnTTL, controller.IdleTerminate),
 		}
 		if w.Rest.IdleAfter > 0 {
 			idle := int64(w.Rest.IdleAfter.Seconds())
-			rows[i].IdleSeconds, rows[i].OnIdle = &idle, orNull(w.Rest.OnIdle)
+			rows[i].IdleSeconds, rows[i].OnIdle = &idle, pgtx.OrNull(w.Rest.OnIdle)
 		}
 	}
 	return t.workspaces(ctx, `
@@ -313,7 +314,7 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 			RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`,
-		args{"rows": rows, "ttl": ttl.Seconds()})
+		pgtx.Args{"rows": rows, "ttl": ttl.Seconds()})
 }
 
 func (t *tx) staleWorkspace(ctx context.Context, id core.WorkspaceID, to core.WorkspaceState) error {
@@ -334,7 +335,7 @@ func (t *tx) MoveWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64
 			UPDATE workspaces SET state = @to WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
-		args{"id": id, "epoch": epoch, "to": to, "from": texts(to.Sources())})
+		pgtx.Args{"id": id, "epoch": epoch, "to": to, "from": pgtx.Texts(to.Sources())})
 	return t.changed(ctx, id, to, list, err)
 }
 
@@ -361,7 +362,7 @@ func (t *tx) ReturnWorkspace(ctx context.Context, id core.WorkspaceID, epoch int
 // returned makes a workspace ready in the sandbox that it had all the time, or lost when the runner of that one was given up
 // meanwhile.
 func (t *tx) returned(ctx context.Context, id core.WorkspaceID, epoch int64, from core.WorkspaceState, head *controller.Checkpoint) (controller.Workspace, error) {
-	a := args{
+	a := pgtx.Args{
 		"id": id, "epoch": epoch, "ready": core.WorkspaceReady, "lost": core.WorkspaceLost, "from": from, "head": nil, "project": nil,
 		"code": core.CodeRunnerLost, "message": controller.SilentRunner,
 	}
@@ -391,7 +392,7 @@ func (t *tx) ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from co
 			WHERE id = @id AND state = ANY(@from::text[]) AND sandbox_id IS NOT NULL RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
-		args{"id": id, "to": core.WorkspaceRestoring, "project": from.ProjectID, "parent": from.ID, "from": []string{string(core.WorkspaceCreating), string(core.WorkspaceRestoring)}})
+		pgtx.Args{"id": id, "to": core.WorkspaceRestoring, "project": from.ProjectID, "parent": from.ID, "from": []string{string(core.WorkspaceCreating), string(core.WorkspaceRestoring)}})
 	return t.changed(ctx, id, core.WorkspaceRestoring, list, err)
 }
 
@@ -404,7 +405,7 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 		ids[i], sandboxes[i], epochs[i] = string(r.ID), string(r.Sandbox), r.Epoch
 		given.set(i, r.Given)
 	}
-	a := args{
+	a := pgtx.Args{
 		"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "rules": given.versions, "keys": given.keys, "untils": given.untils, "to": core.WorkspaceReady,
 		"from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 	}
@@ -437,12 +438,12 @@ func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int
 			WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) AND NOT `+givenUp("@sandbox")+` RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
-		args{
+		pgtx.Args{
 			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "rules": given.Version, "key": one.keys[0], "until": one.untils[0], "head_project": head.ProjectID, "head": head.ID,
 			"to": core.WorkspaceReady, "from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 		})
 	if err == nil && len(list) == 0 {
-		n, err := t.exec(ctx, `SELECT WHERE `+givenUp("@sandbox"), args{"sandbox": sandbox})
+		n, err := t.Exec(ctx, `SELECT WHERE `+givenUp("@sandbox"), pgtx.Args{"sandbox": sandbox})
 		if err == nil && n > 0 {
 			err = core.Errorf(core.Unavailable, core.CodeRunnerLost, "the runner of sandbox %s was given up while the sandbox was being made", sandbox)
 		}
@@ -451,7 +452,7 @@ func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int
 		}
 	}
 	// After the workspace, as whoever ends one has it: both locks in one order.
-	t.soon(`UPDATE sandboxes SET ended_at = now() WHERE workspace_id = @id AND id <> @sandbox AND ended_at IS NULL`, args{"id": id, "sandbox": sandbox})
+	t.Soon(`UPDATE sandboxes SET ended_at = now() WHERE workspace_id = @id AND id <> @sandbox AND ended_at IS NULL`, pgtx.Args{"id": id, "sandbox": sandbox})
 	return t.changed(ctx, id, core.WorkspaceReady, list, err)
 }
 
@@ -470,7 +471,7 @@ func (t *tx) SuspendWorkspace(ctx context.Context, id core.WorkspaceID, epoch in
 			UPDATE sandboxes SET ended_at = now() WHERE workspace_id IN (SELECT id FROM w) AND ended_at IS NULL
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
-		args{
+		pgtx.Args{
 			"id": id, "epoch": epoch, "head_project": head.ProjectID, "head": head.ID, "to": core.WorkspaceSuspended,
 			"from": core.WorkspaceCheckpointing,
 		})
@@ -484,15 +485,15 @@ func (t *tx) IdleWorkspaces(ctx context.Context, margin time.Duration, ids []cor
 		WHERE w.idle_seconds IS NOT NULL AND w.state = 'ready' AND (cardinality(@ids::text[]) = 0 OR w.id = ANY(@ids))
 			AND greatest(w.ready_at, u.used_at, (SELECT max(x.created_at) FROM sessions x WHERE x.sandbox_id = w.sandbox_id))
 				< now() - make_interval(secs => w.idle_seconds + @margin::float8)
-		ORDER BY w.id LIMIT @limit`, args{"margin": margin.Seconds(), "ids": texts(ids), "limit": limit})
+		ORDER BY w.id LIMIT @limit`, pgtx.Args{"margin": margin.Seconds(), "ids": pgtx.Texts(ids), "limit": limit})
 }
 
 // UseWorkspaces is one statement for all.
 func (t *tx) UseWorkspaces(ctx context.Context, ids []core.WorkspaceID) error {
-	_, err := t.exec(ctx, `
+	_, err := t.Exec(ctx, `
 		INSERT INTO workspace_uses (workspace_id, project_id, used_at)
 		SELECT w.id, w.project_id, now() FROM workspaces w WHERE w.id = ANY(@ids::text[]) ORDER BY w.id
-		ON CONFLICT ON CONSTRAINT workspace_uses_pkey DO UPDATE SET used_at = greatest(workspace_uses.used_at, excluded.used_at)`, args{"ids": texts(ids)})
+		ON CONFLICT ON CONSTRAINT workspace_uses_pkey DO UPDATE SET used_at = greatest(workspace_uses.used_at, excluded.used_at)`, pgtx.Args{"ids": pgtx.Texts(ids)})
 	return err
 }
 
@@ -511,9 +512,9 @@ func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspac
 	rows, ids := make([]endedWorkspace, len(ended)), make([]string, len(ended)) // the ids say no more than the rows do, but to the planner: see workspaceJoins
 	for i, e := range ended {
 		ids[i] = string(e.ID)
-		rows[i] = endedWorkspace{ID: e.ID, To: e.To, From: texts(e.To.Sources()), Sandbox: orNull(e.Sandbox)}
+		rows[i] = endedWorkspace{ID: e.ID, To: e.To, From: pgtx.Texts(e.To.Sources()), Sandbox: pgtx.OrNull(e.Sandbox)}
 		if e.Failure != nil {
-			rows[i].Code, rows[i].Message = orNull(e.Failure.Code), orNull(e.Failure.Message)
+			rows[i].Code, rows[i].Message = pgtx.OrNull(e.Failure.Code), pgtx.OrNull(e.Failure.Message)
 		}
 	}
 	return t.plainWorkspaces(ctx, `
@@ -528,12 +529,12 @@ func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspac
 		), closed AS (
 			DELETE FROM ports WHERE workspace_id IN (SELECT id FROM w)
 		)
-		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`, args{"rows": rows, "ids": ids})
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`, pgtx.Args{"rows": rows, "ids": ids})
 }
 
 // PatchWorkspace changes labels and expiry.
 func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controller.WorkspacePatch) (controller.Workspace, error) {
-	set, drop := split(p.Labels)
+	set, drop := pgtx.Split(p.Labels)
 	var ttl *float64
 	if p.TTL != nil {
 		s := p.TTL.Seconds()
@@ -559,7 +560,7 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 			WHERE id = @id AND (@version::bigint = 0 OR version = @version) RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
-		args{"id": id, "version": p.Version, "set": set, "drop": drop, "ttl": ttl, "idle": idle, "on_idle": orNull(p.OnIdle), "default": controller.IdleSuspend, "auto_resume": p.AutoResume, "on_ttl": orNull(p.OnTTL)})
+		pgtx.Args{"id": id, "version": p.Version, "set": set, "drop": drop, "ttl": ttl, "idle": idle, "on_idle": pgtx.OrNull(p.OnIdle), "default": controller.IdleSuspend, "auto_resume": p.AutoResume, "on_ttl": pgtx.OrNull(p.OnTTL)})
 	switch {
 	case err != nil:
 		return controller.Workspace{}, err
@@ -571,17 +572,4 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 		return controller.Workspace{}, err
 	}
 	return list[0], nil
-}
-
-// split parts a patch of labels into what is set and what is removed.
-func split(patch map[string]*string) (set map[string]string, drop []string) {
-	set, drop = map[string]string{}, []string{}
-	for k, v := range patch {
-		if v == nil {
-			drop = append(drop, k)
-		} else {
-			set[k] = *v
-		}
-	}
-	return set, drop
 }

@@ -1,4 +1,4 @@
-package postgres
+package pgtx
 
 import (
 	"encoding/json"
@@ -6,39 +6,40 @@ import (
 	"sync"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
 )
 
 // JSON columns. Most are empty and a cluster has few runner classes; decoding each cell as if it were the first took most of
 // the time of reading a page.
 
-// object is a column with a JSON object; NULL is nil.
-type object[V any] map[string]V
+// Object is a column with a JSON object; NULL is nil.
+type Object[V any] map[string]V
 
 // ScanBytes implements pgtype.BytesScanner.
-func (o *object[V]) ScanBytes(b []byte) error {
+func (o *Object[V]) ScanBytes(b []byte) error {
 	if string(b) == "{}" {
-		*o = object[V]{}
+		*o = Object[V]{}
 		return nil
 	}
 	*o = nil
 	return decode(b, (*map[string]V)(o))
 }
 
-// array is a column with a JSON array; NULL is nil.
-type array[E any] []E
+// Array is a column with a JSON array; NULL is nil.
+type Array[E any] []E
 
 // ScanBytes implements pgtype.BytesScanner.
-func (a *array[E]) ScanBytes(b []byte) error {
+func (a *Array[E]) ScanBytes(b []byte) error {
 	if string(b) == "[]" {
-		*a = array[E]{}
+		*a = Array[E]{}
 		return nil
 	}
 	*a = nil
 	return decode(b, (*[]E)(a))
 }
 
-// classCell is a column with a runner class, which is shared and never written to; NULL is nil.
-type classCell struct{ *runnerapi.RunnerClass }
+// ClassCell is a column with a runner class, which is shared and never written to; NULL is nil.
+type ClassCell struct{ *runnerapi.RunnerClass }
 
 // The cache of classes: more than a cluster has. A runner may say anything of its class, so longer ones are decoded each time.
 const (
@@ -79,7 +80,7 @@ func (c *classCache) of(b []byte) (*runnerapi.RunnerClass, error) {
 }
 
 // ScanBytes implements pgtype.BytesScanner.
-func (c *classCell) ScanBytes(b []byte) (err error) {
+func (c *ClassCell) ScanBytes(b []byte) (err error) {
 	c.RunnerClass = nil
 	if b != nil {
 		c.RunnerClass, err = classes.of(b)
@@ -95,4 +96,9 @@ func decode(b []byte, into any) error {
 		return fmt.Errorf("decode a JSON column: %w", err)
 	}
 	return nil
+}
+
+// ClassKey is the form of a runner class that an index can compare.
+func ClassKey(c runnerapi.RunnerClass) string {
+	return c.Arch + "/" + c.Accelerator + "/" + c.VMM + "/" + c.VMMVersion + "/" + c.MachineType + "/" + string(core.DigestOf([]byte(c.CPUModel)))
 }

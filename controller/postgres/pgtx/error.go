@@ -1,4 +1,4 @@
-package postgres
+package pgtx
 
 import (
 	"context"
@@ -10,16 +10,18 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-var errTimeout = errors.New("the database did not answer in time")
+// ErrTimeout is the cause of contexts that end because the database was too slow.
+var ErrTimeout = errors.New("the database did not answer in time")
 
-// deadlockError says that the server has rolled the transaction back so that another may go on: it may run again. It is a type
+// DeadlockError says that the server has rolled the transaction back so that another may go on: it may run again. It is a type
 // because core errors compare equal by code, and another DATABASE_UNAVAILABLE may hide a commit that succeeded.
-type deadlockError struct{}
+type DeadlockError struct{}
 
-func (*deadlockError) Error() string { return "the transaction lost a deadlock" }
+// Error says what happened.
+func (*DeadlockError) Error() string { return "the transaction lost a deadlock" }
 
 // Unwrap gives the core error that callers see.
-func (*deadlockError) Unwrap() error {
+func (*DeadlockError) Unwrap() error {
 	return core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "the database is busy; repeat the request")
 }
 
@@ -37,9 +39,9 @@ var uniqueErrors = map[string]error{
 	"sandboxes_generation_key":      controller.ErrIdentityTaken,
 }
 
-// mapError turns what pgx and the server say into the errors that the controller knows. It is the only place that knows
+// MapError turns what pgx and the server say into the errors that the controller knows. It is the only place that knows
 // their codes and the constraint names. An error that is one of ours already passes.
-func mapError(ctx context.Context, err error) error {
+func MapError(ctx context.Context, err error) error {
 	var ours *core.Error
 	var pg *pgconn.PgError
 	switch {
@@ -49,15 +51,15 @@ func mapError(ctx context.Context, err error) error {
 		return err
 	case errors.As(err, &pg):
 		return mapServerError(pg)
-	case context.Cause(ctx) != nil && !errors.Is(context.Cause(ctx), errTimeout):
+	case context.Cause(ctx) != nil && !errors.Is(context.Cause(ctx), ErrTimeout):
 		return context.Cause(ctx)
 	}
 	// What is left is the connection: refused, reset, closed, too slow.
 	return core.Wrapf(err, core.Unavailable, core.CodeDatabaseUnavailable, "the database (PostgreSQL) cannot be reached; nothing was changed that is not reported, repeat the request later")
 }
 
-// isLockTimeout reports whether another transaction held a row for too long.
-func isLockTimeout(err error) bool {
+// IsLockTimeout reports whether another transaction held a row for too long.
+func IsLockTimeout(err error) bool {
 	pg, ok := errors.AsType[*pgconn.PgError](err)
 	return ok && pg.Code == "55P03" // lock_not_available
 }
@@ -76,7 +78,7 @@ func mapServerError(pg *pgconn.PgError) error {
 			return core.Wrapf(pg, core.Invalid, core.CodeInvalidField, "annotations are too large")
 		}
 	case "40001", "40P01": // serialization_failure, deadlock_detected
-		return &deadlockError{}
+		return &DeadlockError{}
 	case "55P03", "57014": // lock_not_available, query_canceled (by a timeout of ours)
 		return core.Wrapf(pg, core.Unavailable, core.CodeDatabaseUnavailable, "the database (PostgreSQL) is too busy; repeat the request later")
 	}

@@ -1,4 +1,4 @@
-package postgres_test
+package pgtx_test
 
 import (
 	"encoding/json"
@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 )
 
 // TestCachedClassesAreBounded: of classes that no cluster has, 1,000 are kept, then all are forgotten, and none that is longer than 8 KiB. Each is
@@ -15,7 +15,7 @@ import (
 func TestCachedClassesAreBounded(t *testing.T) {
 	t.Parallel()
 	const most, longest = 1000, 8 << 10
-	c := postgres.NewClasses()
+	c := pgtx.NewClasses()
 	read := func(class runnerapi.RunnerClass) *runnerapi.RunnerClass {
 		t.Helper()
 		b, err := json.Marshal(class)
