@@ -1,10 +1,10 @@
 // Package controller has the use cases of the control plane: create, exec, checkpoint, fork,
-// restore, terminate, the checkpoint tree, and the recovery after a crash. It owns the state of
-// workspaces, checkpoints and operations. It knows no SQL (controller/postgres), no HTTP
-// (controller/httpapi) and no VMM (it reaches runners through Runners).
+// restore, terminate, and the recovery after a crash. It owns the state of workspaces, checkpoints
+// and operations. It knows no SQL (controller/postgres), no HTTP (controller/httpapi) and no VMM (it
+// reaches runners through Runners).
 //
-// Packages below this one own parts of the work, such as sessions or uploads to the store. parts.go puts
-// them together.
+// Packages below this one own parts of the work, such as projects and their keys, sessions, or uploads
+// to the store. parts.go puts them together.
 //
 // # Operations
 //

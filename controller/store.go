@@ -249,10 +249,6 @@ type FleetTx interface {
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
 	// Reachable reports whether there is a runner with a lease.
 	Reachable(ctx context.Context) (bool, error)
-	// BothHolder returns the endpoint of a runner with a lease that has both checkpoints; empty when there is none.
-	BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error)
-	// RollUsage moves at most limit samples that earlier versions have written into the totals, and returns how many it moved.
-	RollUsage(ctx context.Context, limit int) (int, error)
 }
 
 // Error says what to do about the conflict.

@@ -35,7 +35,7 @@ type Filter struct {
 	Types       []string
 }
 
-// Match reports whether an event matches. Events of Tx does the same with rows.
+// Match reports whether an event matches. Tx.Events does the same with rows.
 func (f Filter) Match(e Event) bool {
 	switch {
 	case f.Project != "" && f.Project != e.ProjectID, f.Root != "" && f.Root != e.Root, f.WorkspaceID != "" && f.WorkspaceID != e.WorkspaceID:

@@ -51,7 +51,7 @@ type Feed struct {
 	first   int64         // ring has every event above it, up to horizon
 	ring    []Event       // by id
 	changed chan struct{} // closed and replaced whenever something above changes
-	resets  int           // how often the database was set back; streams of before end
+	resets  int           // how often the database was set back; earlier streams end then
 }
 
 // New makes a feed. It starts nothing.
