@@ -94,7 +94,7 @@ func TestEgressVM(t *testing.T) {
 
 	// Without the process nothing passes, and it is back soon.
 	stream()
-	client := testegress.Client(t, r.Runner.cfg.Egress)
+	client := testegress.Client(t, r.cfg.Egress)
 	hello := testegress.Hello(t, client)
 	if err := syscall.Kill(hello.PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)

@@ -21,8 +21,8 @@ func (b Backoff) after(pause time.Duration) time.Duration { return min(2*pause, 
 // Supervisor keeps a process running for code that uses it. It starts the process when it is needed, attends it until it ends, and starts it
 // again. P stands for a running process: its client, for example. Fields without a note are required.
 type Supervisor[P any] struct {
-	Name string // of the process, in messages
-	Lost string // what follows while the process cannot be started, for the log
+	Name string // of the process, for the log
+	Lost string // what does not work while none runs, for the log
 	Log  *slog.Logger
 
 	// Find returns the process that runs as far as is known, or says that none runs and whether one is needed. news is closed when that may have
@@ -65,7 +65,7 @@ func (s Supervisor[P]) Run(ctx context.Context) {
 			if err == nil || ctx.Err() != nil {
 				continue
 			}
-			s.Log.ErrorContext(ctx, "the "+s.Name+" was not started, so "+s.Lost, "again_ms", core.Milliseconds(start), "err", err)
+			s.Log.ErrorContext(ctx, "a side process was not started; it is started again", "process", s.Name, "meanwhile", s.Lost, "again_ms", core.Milliseconds(start), "err", err)
 		case Unneeded:
 		}
 		if wait(ctx, start, news) {
@@ -84,7 +84,7 @@ func (s Supervisor[P]) attend(ctx context.Context, process P, pause time.Duratio
 	if time.Since(began) > s.Attends.Last { // it was attended well for a while
 		pause = s.Attends.First
 	}
-	s.Log.ErrorContext(ctx, "the "+s.Name+" runs, but what it reports was not received; it is asked again", "again_ms", core.Milliseconds(pause), "err", err)
+	s.Log.ErrorContext(ctx, "a side process runs, but its reports were not received; it is asked again", "process", s.Name, "again_ms", core.Milliseconds(pause), "err", err)
 	_ = pace.Pause(ctx, pause)
 	return s.Attends.after(pause)
 }

@@ -67,8 +67,8 @@ func serve(config io.Reader) error {
 		return err
 	}
 	s, err := host.New(context.Background(), host.Config{
-		Listen: listen, Spool: spool, UID: uint32(os.Geteuid()), Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
-		Private: cfg.Private,
+		Listen: listen, Spool: spool, UID: uint32(os.Geteuid()), //nolint:gosec // G115: the id of a user
+		Log: slog.New(slog.NewTextHandler(os.Stderr, nil)), Private: cfg.Private,
 		Resolver: &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 			if cfg.Names == "" {
 				return nil, syscall.ECONNREFUSED
@@ -87,7 +87,7 @@ func serve(config io.Reader) error {
 func Process(tb testing.TB, cfg Settings) *egress.Process {
 	tb.Helper()
 	dir := ShortDir(tb)
-	tb.Cleanup(func() { _ = egress.NewClient(egress.SocketPath(dir)).Stop(context.Background()) })
+	tb.Cleanup(func() { _ = egress.NewClient(egress.SocketPath(dir)).Stop(context.WithoutCancel(tb.Context())) })
 	cfg.Dir, cfg.Spool = dir, filepath.Join(dir, "spool")
 	config, err := json.Marshal(cfg)
 	if err != nil {
@@ -111,14 +111,14 @@ func ShortDir(tb testing.TB) string {
 func Client(tb testing.TB, p *egress.Process) *egress.Client {
 	tb.Helper()
 	c := egress.NewClient(egress.SocketPath(p.Dir))
-	eventually.True(tb, "the egress process answers", func() bool { _, err := c.Hello(context.Background()); return err == nil })
+	eventually.True(tb, "the egress process answers", func() bool { _, err := c.Hello(tb.Context()); return err == nil })
 	return c
 }
 
 // Hello asks a process who it is.
 func Hello(tb testing.TB, c *egress.Client) egressapi.Hello {
 	tb.Helper()
-	h, err := c.Hello(context.Background())
+	h, err := c.Hello(tb.Context())
 	if err != nil {
 		tb.Fatal(err)
 	}

@@ -82,18 +82,18 @@ func Write(dir string, shell Shell, sandbox *Sandbox) error {
 	return nil
 }
 
-// Fault says why a journal cannot be used.
-type Fault struct {
+// UnusableError says that a journal is damaged, or that another version of this program has written it.
+type UnusableError struct {
 	Version int // of the journal; 0: it cannot be read
 }
 
 // Error implements error.
-func (f Fault) Error() string {
-	return fmt.Sprintf("the journal has version %d or is damaged", f.Version)
+func (e UnusableError) Error() string {
+	return fmt.Sprintf("the journal is damaged or has another version (%d)", e.Version)
 }
 
 // Read reads the journal in a directory, which has the name of its shell. It returns nil if there is none, or if it is older than the start of
-// the host. For a journal that is damaged or has another version, it returns a Fault. If the journal is of another cluster, the error says so.
+// the host. For a journal that is damaged or has another version, it returns an UnusableError. If the journal is of another cluster, the error says so.
 func Read(dir, clusterID string) (*Journal, error) {
 	b, err := os.ReadFile(filepath.Join(dir, File))
 	if errors.Is(err, os.ErrNotExist) {
@@ -113,7 +113,7 @@ func Read(dir, clusterID string) (*Journal, error) {
 	case j.Boot != "" && j.Boot != bootclock.BootID():
 		return nil, nil //nolint:nilnil // see above
 	case j.Version != version || string(j.ID) != filepath.Base(dir):
-		return nil, Fault{j.Version}
+		return nil, UnusableError{j.Version}
 	}
 	return j, nil
 }

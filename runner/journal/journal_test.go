@@ -75,18 +75,18 @@ func TestNotes(t *testing.T) {
 	}
 }
 
-// TestRead: a journal of another cluster is an error, one that is damaged or of another version a fault, one from before the host's start none.
+// TestRead: a journal of another cluster is an error, and so is one that is damaged or has another version. One from before the start of the host is none.
 func TestRead(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
-		text  string
-		code  core.Code
-		fault bool
+		text     string
+		code     core.Code
+		unusable bool
 	}{
 		"another cluster": {text: `{"version":1,"cluster_id":"b"}`, code: core.CodeStateConflict},
-		"damaged":         {text: `{"ver`, fault: true},
-		"later":           {text: `{"version":2,"cluster_id":"a"}`, fault: true},
-		"another shell":   {text: `{"version":1,"cluster_id":"a","id":"x"}`, fault: true},
+		"damaged":         {text: `{"ver`, unusable: true},
+		"later":           {text: `{"version":2,"cluster_id":"a"}`, unusable: true},
+		"another shell":   {text: `{"version":1,"cluster_id":"a","id":"x"}`, unusable: true},
 		"of last boot":    {text: `{"version":1,"cluster_id":"a","boot":"yesterday"}`},
 	} {
 		dir, _ := made(t)
@@ -94,8 +94,8 @@ func TestRead(t *testing.T) {
 			t.Fatal(err)
 		}
 		j, err := journal.Read(dir, "a")
-		var fault journal.Fault
-		if j != nil || errors.As(err, &fault) != test.fault || test.code != "" && core.CodeOf(err) != test.code || test.code == "" && !test.fault && err != nil {
+		_, unusable := errors.AsType[journal.UnusableError](err)
+		if j != nil || unusable != test.unusable || test.code != "" && core.CodeOf(err) != test.code || test.code == "" && !test.unusable && err != nil {
 			t.Errorf("%s: %+v, %v", name, j, err)
 		}
 	}

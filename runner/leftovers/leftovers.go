@@ -97,9 +97,8 @@ func (h Host) Scan() ([]Leftover, error) {
 			}
 			seen[e.Name()] = true
 			j, err := journal.Read(filepath.Join(h.RunDir, e.Name()), h.ClusterID)
-			var fault journal.Fault
-			if errors.As(err, &fault) {
-				h.Log.Warn("journal of a sandbox is not understood", "shell_id", e.Name(), "version", fault.Version)
+			if unusable, ok := errors.AsType[journal.UnusableError](err); ok {
+				h.Log.Warn("journal of a sandbox is not understood", "shell_id", e.Name(), "version", unusable.Version)
 			} else if err != nil {
 				return nil, err
 			}

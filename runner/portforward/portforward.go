@@ -90,7 +90,7 @@ const reopenPause = 2 * time.Second
 func New(life context.Context, cfg Config) *Ports {
 	return &Ports{cfg: cfg, life: life, ports: make(map[core.PortID]*port), loopback: places{
 		sandbox: make(chan struct{}, maxSandboxLoopback), runner: cfg.Places, refused: func() {
-			cfg.Log.Debug("connection to a forwarded port is refused: too many lead to the loopback of guests", "sandbox_id", cfg.Sandbox)
+			cfg.Log.DebugContext(life, "connection to a forwarded port is refused: too many lead to the loopback of guests", "sandbox_id", cfg.Sandbox)
 		},
 	}}
 }
