@@ -10,13 +10,14 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/testegress"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
 func TestMain(m *testing.M) {
 	testegress.Enter()
-	m.Run()
+	testleak.Main(m)
 }
 
 const (

@@ -72,7 +72,7 @@ func (s *Sandbox) SetFirst(opened core.EgressPolicy, rules runnerapi.EgressRules
 
 // Serve makes the process serve the sandbox until End. It waits for a process for a while. It does nothing if the sandbox is not proxied.
 func (s *Sandbox) Serve(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+	ctx, cancel := context.WithTimeout(ctx, serveTime)
 	defer cancel()
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -88,8 +88,8 @@ func (s *Sandbox) Serve(ctx context.Context) error {
 	return nil
 }
 
-// patience is how long a sandbox that is being made waits for the process.
-const patience = 10 * time.Second
+// serveTime is how long a sandbox that is being made waits for the process.
+const serveTime = 10 * time.Second
 
 // serve gives the sandbox to the process that runs, or comes. The caller holds mu.
 func (s *Sandbox) serve(ctx context.Context) error {
