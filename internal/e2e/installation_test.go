@@ -21,6 +21,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/internal/testpool"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -32,6 +33,7 @@ type installation struct {
 	key         string
 	database    *pgcluster.Cluster
 	pgConfig    pgcluster.Config
+	pair        *testpg.Pair // has the database; nil: there is no standby
 	controllers [2]*server
 	runner      *server
 	far         *farHost
@@ -405,7 +407,9 @@ func (in *installation) stop(t *testing.T) {
 			c.client.Close()
 		}
 	}
-	if in.database != nil {
+	if in.pair != nil {
+		in.pair.End(t)
+	} else if in.database != nil {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
 		defer cancel()
 		if err := in.database.Remove(ctx); err != nil {

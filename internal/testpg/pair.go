@@ -38,11 +38,6 @@ const standbyName = "standby"
 // NewPair starts both servers. With synchronous, a commit is acknowledged only when it is on the standby's disk.
 func NewPair(tb testing.TB, synchronous bool) *Pair {
 	tb.Helper()
-	bins, err := pgcluster.Find(tb.Context(), os.Getenv("PGBIN"))
-	require.That(tb, "postgres", core.CodeOf(err) != core.CodeIncompatibleHost, core.MessageOf(err))
-	if err != nil {
-		tb.Fatal(err)
-	}
 	dir, err := os.MkdirTemp("", "coppice-pair-") //nolint:usetesting // the servers' user must reach it, and TempDir is private
 	if err != nil {
 		tb.Fatal(err)
@@ -50,12 +45,9 @@ func NewPair(tb testing.TB, synchronous bool) *Pair {
 	if err := os.Chmod(dir, 0o711); err != nil { //nolint:gosec // G302: the servers' user passes through
 		tb.Fatal(err)
 	}
-	p := &Pair{tb: tb, bins: bins, sync: synchronous, dirs: [2]string{filepath.Join(dir, "a"), filepath.Join(dir, "b")}}
+	p := &Pair{tb: tb, bins: binaries(tb), sync: synchronous, dirs: [2]string{filepath.Join(dir, "a"), filepath.Join(dir, "b")}}
 	tb.Cleanup(func() {
-		for i := range p.servers {
-			p.remove(i)
-		}
-		p.removeDead()
+		p.End(tb)
 		if err := os.RemoveAll(dir); err != nil {
 			tb.Error(err)
 		}
@@ -63,6 +55,35 @@ func NewPair(tb testing.TB, synchronous bool) *Pair {
 	p.start(0)
 	p.AddStandby()
 	return p
+}
+
+// PairOf gives a running, durable server an asynchronous standby. primary is the server's directory, and standby a directory that is made. The
+// caller calls End, and must not remove the server.
+func PairOf(tb testing.TB, server *pgcluster.Cluster, primary, standby string) *Pair {
+	tb.Helper()
+	p := &Pair{tb: tb, bins: binaries(tb), dirs: [2]string{primary, standby}, servers: [2]*pgcluster.Cluster{server}}
+	p.AddStandby()
+	return p
+}
+
+func binaries(tb testing.TB) pgcluster.Binaries {
+	tb.Helper()
+	bins, err := pgcluster.Find(tb.Context(), os.Getenv("PGBIN"))
+	require.That(tb, "postgres", core.CodeOf(err) != core.CodeIncompatibleHost, core.MessageOf(err))
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return bins
+}
+
+// End ends and deletes all servers. Pairs of NewPair end with their test.
+func (p *Pair) End(tb testing.TB) {
+	tb.Helper()
+	p.tb = tb
+	for i := range p.servers {
+		p.remove(i)
+	}
+	p.removeDead()
 }
 
 func (p *Pair) start(i int) {
