@@ -460,6 +460,7 @@ var failoverPoints = []struct {
 		f.whole()
 	}},
 	{"a runner that joined", joinedInTheTail},
+	{"the removal of a runner", removedInTheTail},
 }
 
 // TestFailover loses the last commits of an asynchronous primary, and goes on with its standby, again and again in one installation.

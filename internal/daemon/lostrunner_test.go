@@ -72,6 +72,23 @@ func joinedInTheTail(t *testing.T, f *overFailover) {
 	f.removed(late)
 }
 
+// removedInTheTail loses that a runner was removed: its certificate lets it in again, until it is removed again.
+func removedInTheTail(t *testing.T, f *overFailover) {
+	t.Helper()
+	m := f.joinWith(f.token(""))
+	f.lose(func() { f.removed(m) })
+	id := m.ready.RunnerID
+	m.cfg.Runner.JoinToken = ""
+	m.process = begin(t, "runner", m.cfg, &m.ready)
+	f.joined = append(f.joined, m)
+	if m.ready.RunnerID != id {
+		t.Errorf("the runner started again as %s, it was %s", m.ready.RunnerID, id)
+	}
+	f.worksAsBefore(m)
+	f.removed(m)
+	f.whole()
+}
+
 // joinWith starts a runner with a token. It lives as long as the installation.
 func (f *overFailover) joinWith(token string) *member {
 	f.t.Helper()
