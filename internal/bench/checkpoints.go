@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -21,9 +22,9 @@ func (b *bench) measurePauses(ctx context.Context) error {
 	type key struct{ ram, size int }
 	var (
 		guests = map[key]coppice.WorkspaceID{}
-		pauses = map[key]*samples{}
-		deltas = map[key]*samples{}
-		where  stages
+		pauses = map[key]*report.Samples{}
+		deltas = map[key]*report.Samples{}
+		where  report.Stages
 	)
 	for _, ram := range rams {
 		for _, size := range sizes {
@@ -35,7 +36,7 @@ func (b *bench) measurePauses(ctx context.Context) error {
 				return err
 			}
 			k := key{ram, size}
-			guests[k], pauses[k], deltas[k] = id, new(samples), new(samples)
+			guests[k], pauses[k], deltas[k] = id, new(report.Samples), new(report.Samples)
 		}
 	}
 	for range b.rounds(9, 60*time.Second) {
@@ -46,24 +47,24 @@ func (b *bench) measurePauses(ctx context.Context) error {
 				if err != nil {
 					return err
 				}
-				pauses[k].add(cp.PauseMS)
-				deltas[k].add(float64(cp.DeltaBytes) / (1 << 20))
+				pauses[k].Add(cp.PauseMS)
+				deltas[k].Add(float64(cp.DeltaBytes) / (1 << 20))
 				if size == 10 {
-					where.public(cp.Timings)
+					where.Public(cp.Timings)
 				}
 			}
 		}
 	}
-	var figures []figure
+	var figures []report.Figure
 	for _, size := range sizes {
 		for _, ram := range rams {
 			k := key{ram, size}
-			figures = append(figures, pauses[k].ms(fmt.Sprintf("%d MiB dirty, %d MiB of RAM", size, ram),
-				fmt.Sprintf("delta %.1f MiB in all", deltas[k].median())))
+			figures = append(figures, pauses[k].MS(fmt.Sprintf("%d MiB dirty, %d MiB of RAM", size, ram),
+				fmt.Sprintf("delta %.1f MiB in all", deltas[k].Median())))
 		}
 	}
-	b.report.group("Checkpoint pause: from before the workload freezes until it runs again", figures...)
-	b.report.Stages["checkpoint"] = where.medians()
+	b.report.Group("Checkpoint pause: from before the workload freezes until it runs again", figures...)
+	b.report.Stages["checkpoint"] = where.Medians()
 	b.report.over("pause_2g_over_256m", *pauses[key{2048, 10}], *pauses[key{256, 10}], "pause at 2 GiB over 256 MiB of RAM, 10 MiB dirty, ms")
 	return b.server.endAll(ctx)
 }
@@ -126,15 +127,15 @@ func (b *bench) compareDepths(ctx context.Context, shallow, deep coppice.Checkpo
 			}
 		}
 	}
-	var figures []figure
+	var figures []report.Figure
 	for _, e := range ends {
 		figures = append(figures,
-			e.exec.ms("checkpoint request to a child's first exec, "+e.name, fmt.Sprintf("delta %.1f MiB, depth %d", e.delta.median(), e.depth)),
-			e.ready.ms("  of it, to READY", ""),
-			e.capture.ms("  of it, checkpoint", fmt.Sprintf("pause %.0f ms", e.pause.median())),
+			e.exec.MS("checkpoint request to a child's first exec, "+e.name, fmt.Sprintf("delta %.1f MiB, depth %d", e.delta.Median(), e.depth)),
+			e.ready.MS("  of it, to READY", ""),
+			e.capture.MS("  of it, checkpoint", fmt.Sprintf("pause %.0f ms", e.pause.Median())),
 		)
 	}
-	b.report.group(fmt.Sprintf("Depth in the DAG, each generation rewriting the same %d MiB (512 MiB of RAM, REST)", rewritten), figures...)
+	b.report.Group(fmt.Sprintf("Depth in the DAG, each generation rewriting the same %d MiB (512 MiB of RAM, REST)", rewritten), figures...)
 	b.report.over("depth_64_over_1", ends[1].exec, ends[0].exec, "checkpoint to a child's first exec at depth 64 over depth 1, ms")
 	return b.server.endAll(ctx)
 }
@@ -144,7 +145,7 @@ type end struct {
 	name                               string
 	from                               coppice.CheckpointID
 	depth                              int
-	exec, ready, capture, pause, delta samples
+	exec, ready, capture, pause, delta report.Samples
 }
 
 // toFirstExec forks a machine, lets it rewrite its pages, and measures the time from its checkpoint to the first exec
@@ -165,18 +166,18 @@ func (b *bench) toFirstExec(ctx context.Context, e *end) error {
 	if err != nil {
 		return err
 	}
-	e.capture.add(since(began))
+	e.capture.Add(report.Since(began))
 	child, err := b.server.forkOne(ctx, cp.ID)
 	if err != nil {
 		return err
 	}
-	e.ready.add(since(began))
+	e.ready.Add(report.Since(began))
 	if _, err := b.server.exec(ctx, child.Workspace.ID, "true"); err != nil {
 		return err
 	}
-	e.exec.add(since(began))
-	e.pause.add(cp.PauseMS)
-	e.delta.add(float64(cp.DeltaBytes) / (1 << 20))
+	e.exec.Add(report.Since(began))
+	e.pause.Add(cp.PauseMS)
+	e.delta.Add(float64(cp.DeltaBytes) / (1 << 20))
 	if e.depth == 0 {
 		for c, err := range b.server.client.Lineage(ctx, cp.ID) {
 			if err != nil {
@@ -201,23 +202,23 @@ func (b *bench) measureSteps(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	b.report.group("Steps of a search: checkpoint + fork + exec + destroy (512 MiB, REST)",
-		samples{alone}.figure("steps a second, one search", "1/s", ""),
-		one.ms("  a step", ""),
-		samples{four}.figure("steps a second, four searches", "1/s", ""),
-		each.ms("  a step", ""),
+	b.report.Group("Steps of a search: checkpoint + fork + exec + destroy (512 MiB, REST)",
+		report.Samples{alone}.Figure("steps a second, one search", "1/s", ""),
+		one.MS("  a step", ""),
+		report.Samples{four}.Figure("steps a second, four searches", "1/s", ""),
+		each.MS("  a step", ""),
 	)
 	return b.server.endAll(ctx)
 }
 
-func (b *bench) steps(ctx context.Context, searches, count int) (rate float64, each samples, err error) {
+func (b *bench) steps(ctx context.Context, searches, count int) (rate float64, each report.Samples, err error) {
 	roots := make([]coppice.WorkspaceID, searches)
 	for i := range roots {
 		if roots[i], _, err = b.server.create(ctx, standardMiB); err != nil {
 			return 0, nil, err
 		}
 	}
-	took := make(samples, searches*count)
+	took := make(report.Samples, searches*count)
 	began := time.Now()
 	group, groupCtx := errgroup.WithContext(ctx)
 	for i, root := range roots {
@@ -227,7 +228,7 @@ func (b *bench) steps(ctx context.Context, searches, count int) (rate float64, e
 				if err := b.step(groupCtx, root); err != nil {
 					return err
 				}
-				took[i*count+j] = since(stepBegan)
+				took[i*count+j] = report.Since(stepBegan)
 			}
 			return nil
 		})

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -19,7 +20,7 @@ type cost struct {
 	from *clone
 	size float64 // MiB
 
-	inject, prepare, scan, copied, store, rebase, open samples
+	inject, prepare, scan, copied, store, rebase, open report.Samples
 }
 
 // measureDelta measures the costs that the rebase policy compares: injecting a delta into a child, copying it out again
@@ -61,31 +62,31 @@ func (b *bench) measureDelta(ctx context.Context) (err error) {
 			}
 		}
 	}
-	var figures []figure
+	var figures []report.Figure
 	for _, c := range costs {
 		note := fmt.Sprintf("delta %.1f MiB", c.size)
 		figures = append(figures,
-			c.inject.ms(fmt.Sprintf("%d MiB written: inject", c.mib), note),
-			c.prepare.ms("  prepare, before the pause of a child's own capture", ""),
-			c.scan.ms("  scan, in that pause", ""),
-			c.copied.ms("  copy, in that pause", ""),
-			c.store.ms("  write the delta, after it, durably", ""),
-			c.rebase.ms("  rebase: write base and delta, durably, and load it", fmt.Sprintf("base %d MiB", b.lab.baseMiB(root.base))),
-			c.open.ms("  of it, load the new base", "a sealed memfd, where the VMM cannot map a read-only file"),
+			c.inject.MS(fmt.Sprintf("%d MiB written: inject", c.mib), note),
+			c.prepare.MS("  prepare, before the pause of a child's own capture", ""),
+			c.scan.MS("  scan, in that pause", ""),
+			c.copied.MS("  copy, in that pause", ""),
+			c.store.MS("  write the delta, after it, durably", ""),
+			c.rebase.MS("  rebase: write base and delta, durably, and load it", fmt.Sprintf("base %d MiB", b.lab.baseMiB(root.base))),
+			c.open.MS("  of it, load the new base", "a sealed memfd, where the VMM cannot map a read-only file"),
 		)
 	}
-	b.report.group(fmt.Sprintf("What a delta costs (%d MiB of RAM, memory engine alone)", bigMiB), figures...)
+	b.report.Group(fmt.Sprintf("What a delta costs (%d MiB of RAM, memory engine alone)", bigMiB), figures...)
 	small, large := costs[1], costs[len(costs)-1]
-	perMiB := func(of func(*cost) samples) samples {
-		return samples{(of(large).median() - of(small).median()) / (large.size - small.size)}
+	perMiB := func(of func(*cost) report.Samples) report.Samples {
+		return report.Samples{(of(large).Median() - of(small).Median()) / (large.size - small.size)}
 	}
-	b.report.group("A MiB of delta more",
-		perMiB(func(c *cost) samples { return c.inject }).ms("inject", "of every child"),
-		perMiB(func(c *cost) samples { return c.prepare }).ms("prepare a capture", "of every capture of every child"),
-		perMiB(func(c *cost) samples { return c.copied }).ms("copy in the pause", "of every capture of every child"),
-		perMiB(func(c *cost) samples { return c.store }).ms("write the delta", "of every capture of every child"),
-		perMiB(func(c *cost) samples { return c.rebase }).ms("rebase", "once, in the background, loading included"),
-		perMiB(func(c *cost) samples { return c.open }).ms("load as a base", "once, until nobody uses it"),
+	b.report.Group("A MiB of delta more",
+		perMiB(func(c *cost) report.Samples { return c.inject }).MS("inject", "of every child"),
+		perMiB(func(c *cost) report.Samples { return c.prepare }).MS("prepare a capture", "of every capture of every child"),
+		perMiB(func(c *cost) report.Samples { return c.copied }).MS("copy in the pause", "of every capture of every child"),
+		perMiB(func(c *cost) report.Samples { return c.store }).MS("write the delta", "of every capture of every child"),
+		perMiB(func(c *cost) report.Samples { return c.rebase }).MS("rebase", "once, in the background, loading included"),
+		perMiB(func(c *cost) report.Samples { return c.open }).MS("load as a base", "once, until nobody uses it"),
 	)
 	return nil
 }
@@ -108,7 +109,7 @@ func (l *lab) weigh(ctx context.Context, c *cost) (err error) {
 	spec := vmm.RestoreSpec{State: c.from.state, Inject: func(_ context.Context, r memory.Region) error {
 		began := time.Now()
 		err := c.from.delta.Inject(r)
-		c.inject.add(since(began))
+		c.inject.Add(report.Since(began))
 		return err
 	}}
 	if err := m.Restore(ctx, spec); err != nil {
@@ -124,16 +125,16 @@ func (l *lab) weigh(ctx context.Context, c *cost) (err error) {
 		return err
 	}
 	defer again.Close()
-	c.prepare.add(since(began))
+	c.prepare.Add(report.Since(began))
 	if err := again.Copy(); err != nil {
 		return err
 	}
-	c.scan.add(core.Milliseconds(again.ScanTime))
-	c.copied.add(core.Milliseconds(again.CopyTime))
+	c.scan.Add(core.Milliseconds(again.ScanTime))
+	c.copied.Add(core.Milliseconds(again.CopyTime))
 	file := filepath.Join(l.dir, "delta")
 	began = time.Now()
 	err = again.Delta().WriteFile(file)
-	c.store.add(since(began))
+	c.store.Add(report.Since(began))
 	if err != nil {
 		return err
 	}
@@ -146,7 +147,7 @@ func (l *lab) rebaseOnce(c *cost) error {
 	if err != nil {
 		return err
 	}
-	c.rebase.add(since(began))
+	c.rebase.Add(report.Since(began))
 	if err := base.Close(); err != nil { // frees what is in memory
 		return err
 	}
@@ -154,6 +155,6 @@ func (l *lab) rebaseOnce(c *cost) error {
 	if base, err = l.bases.Open(base.ID); err != nil {
 		return err
 	}
-	c.open.add(since(began))
+	c.open.Add(report.Since(began))
 	return errors.Join(base.Close(), l.bases.Remove(base.ID))
 }

@@ -10,6 +10,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -18,14 +19,14 @@ const standardMiB = 512
 
 // measureBoots measures the operations with which a fork is compared, and single forks through REST, in turns.
 func (b *bench) measureBoots(ctx context.Context) error {
-	var answer, boot, bootCPU, create, ready, first samples
-	var where, reseal, exec stages
+	var answer, boot, bootCPU, create, ready, first report.Samples
+	var where, reseal, exec report.Stages
 	began := time.Now()
 	seed, _, err := b.server.create(ctx, standardMiB) // boots the image: the template
 	if err != nil {
 		return err
 	}
-	template := samples{since(began)}
+	template := report.Samples{report.Since(began)}
 	if _, err := b.server.exec(ctx, seed, "true"); err != nil {
 		return err
 	}
@@ -38,13 +39,13 @@ func (b *bench) measureBoots(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		answer.add(a)
-		boot.add(f)
+		answer.Add(a)
+		boot.Add(f)
 		used, err := cpuMS(m.Handle().PID)
 		if err := errors.Join(err, m.close(ctx)); err != nil {
 			return err
 		}
-		bootCPU.add(used)
+		bootCPU.Add(used)
 		for range 2 {
 			if err := b.server.settle(ctx, standardMiB); err != nil {
 				return err
@@ -53,7 +54,7 @@ func (b *bench) measureBoots(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			create.add(took)
+			create.Add(took)
 			if err := b.server.end(ctx, id); err != nil {
 				return err
 			}
@@ -67,32 +68,32 @@ func (b *bench) measureBoots(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
-			ready.add(since(began))
+			ready.Add(report.Since(began))
 			out, err := b.server.exec(ctx, child.Workspace.ID, "true")
 			if err != nil {
 				return err
 			}
-			first.add(since(began))
-			where.public(child.Timings)
-			exec.public(out.Timings)
+			first.Add(report.Since(began))
+			where.Public(child.Timings)
+			exec.Public(out.Timings)
 			for _, s := range child.ResealReport.Steps {
-				reseal.add(s.Name, s.DurationMS)
+				reseal.Add(s.Name, s.DurationMS)
 			}
 			if err := b.server.end(ctx, child.Workspace.ID); err != nil {
 				return err
 			}
 		}
 	}
-	b.report.group("Cold boot, create and fork of a workspace with 512 MiB (fork and create through REST)",
-		answer.ms("cold boot to the agent's answer", "driver alone, no REST"),
-		boot.ms("cold boot to first exec", "driver alone, no REST"),
-		bootCPU.ms("  CPU time of the VMM", ""),
-		template.ms("first create of an image", "boots it, captures the template"),
-		create.ms("create", "fork of the template"),
-		ready.ms("sealed fork to READY", "N = 1, of a checkpoint"),
-		first.ms("sealed fork to first exec", "N = 1, of a checkpoint"),
+	b.report.Group("Cold boot, create and fork of a workspace with 512 MiB (fork and create through REST)",
+		answer.MS("cold boot to the agent's answer", "driver alone, no REST"),
+		boot.MS("cold boot to first exec", "driver alone, no REST"),
+		bootCPU.MS("  CPU time of the VMM", ""),
+		template.MS("first create of an image", "boots it, captures the template"),
+		create.MS("create", "fork of the template"),
+		ready.MS("sealed fork to READY", "N = 1, of a checkpoint"),
+		first.MS("sealed fork to first exec", "N = 1, of a checkpoint"),
 	)
-	b.report.Stages["fork"], b.report.Stages["reseal"], b.report.Stages["exec"] = where.medians(), reseal.medians(), exec.medians()
+	b.report.Stages["fork"], b.report.Stages["reseal"], b.report.Stages["exec"] = where.Medians(), reseal.Medians(), exec.Medians()
 	b.report.over("fork_over_boot", first, boot, "sealed fork to first exec through REST over cold boot to first exec, ms")
 	return b.server.endAll(ctx)
 }
@@ -172,28 +173,28 @@ func (b *bench) measureSealed(ctx context.Context) (err error) {
 			}
 		}
 	}
-	b.report.group("A fork sealed and not sealed (512 MiB, on a waiting VMM, without REST)",
-		u.ready.ms("unsealed: to the agent's answer", "neither frozen, reseeded nor given an identity"),
-		u.first.ms("unsealed: to first exec", ""),
-		s.ready.ms("sealed: to READY", ""),
-		s.first.ms("sealed: to first exec", ""),
-		u.cold.ms("unsealed: with the VMM's start", ""),
-		s.cold.ms("sealed: with the VMM's start", ""),
-		u.cpu.ms("unsealed: CPU time of the VMM", "from its start to first exec"),
-		s.cpu.ms("sealed: CPU time of the VMM", "from its start to first exec"),
+	b.report.Group("A fork sealed and not sealed (512 MiB, on a waiting VMM, without REST)",
+		u.ready.MS("unsealed: to the agent's answer", "neither frozen, reseeded nor given an identity"),
+		u.first.MS("unsealed: to first exec", ""),
+		s.ready.MS("sealed: to READY", ""),
+		s.first.MS("sealed: to first exec", ""),
+		u.cold.MS("unsealed: with the VMM's start", ""),
+		s.cold.MS("sealed: with the VMM's start", ""),
+		u.cpu.MS("unsealed: CPU time of the VMM", "from its start to first exec"),
+		s.cpu.MS("sealed: CPU time of the VMM", "from its start to first exec"),
 	)
 	b.report.over("sealed_over_unsealed", s.first, u.first, "sealed over unsealed fork to first exec, ms")
 	return nil
 }
 
 // comparison has the measurements of one of the two.
-type comparison struct{ ready, first, cold, cpu samples }
+type comparison struct{ ready, first, cold, cpu report.Samples }
 
 func (c *comparison) add(ready, first, spawned, cpu float64) {
-	c.ready.add(ready)
-	c.first.add(first)
-	c.cold.add(first + spawned)
-	c.cpu.add(cpu)
+	c.ready.Add(ready)
+	c.first.Add(first)
+	c.cold.Add(first + spawned)
+	c.cpu.Add(cpu)
 }
 
 func (b *bench) timeSealed(ctx context.Context, id core.CheckpointID, spawned float64, c *comparison) error {
@@ -205,11 +206,11 @@ func (b *bench) timeSealed(ctx context.Context, id core.CheckpointID, spawned fl
 	if err != nil {
 		return err
 	}
-	ready := since(began)
+	ready := report.Since(began)
 	if err := b.lab.exec(ctx, sandbox, "true"); err != nil {
 		return err
 	}
-	first := since(began)
+	first := report.Since(began)
 	p, err := onlySandbox(b.lab.cluster, 0)
 	if err != nil {
 		return err
@@ -229,11 +230,11 @@ func (b *bench) timeUnsealed(ctx context.Context, from *clone, spawned float64, 
 	if err := m.grow(ctx, from); err != nil {
 		return err
 	}
-	ready := since(began)
+	ready := report.Since(began)
 	if err := m.exec(ctx, "true"); err != nil {
 		return err
 	}
-	first := since(began)
+	first := report.Since(began)
 	used, err := cpuMS(m.Handle().PID)
 	c.add(ready, first, spawned, used)
 	return err
@@ -251,7 +252,7 @@ func (l *lab) spawnTime(ctx context.Context) (float64, error) {
 	if err != nil {
 		return 0, err
 	}
-	return since(began), m.close(ctx)
+	return report.Since(began), m.close(ctx)
 }
 
 // widths are the numbers of forks that are compared.
@@ -259,10 +260,10 @@ var widths = []int{1, 8, 32}
 
 // wide has the measurements of forks of one width.
 type wide struct {
-	wall  samples // request to the answer: all are READY
-	ready samples // each child's own time to READY, waiting for a CPU included
-	first samples // request to each child's first exec
-	all   samples // request to the last child's first exec
+	wall  report.Samples // request to the answer: all are READY
+	ready report.Samples // each child's own time to READY, waiting for a CPU included
+	first report.Samples // request to each child's first exec
+	all   report.Samples // request to the last child's first exec
 }
 
 // measureForks forks 1, 8 and 32 at a time through REST.
@@ -292,17 +293,17 @@ func (b *bench) measureForks(ctx context.Context) error {
 			}
 		}
 	}
-	var figures []figure
+	var figures []report.Figure
 	for _, n := range widths {
 		w := by[n]
 		figures = append(figures,
-			w.wall.ms(fmt.Sprintf("N = %d: all READY", n), "request to answer"),
-			w.ready.ms(fmt.Sprintf("N = %d: a child to READY", n), "its own stages, its wait for a CPU included"),
-			w.first.ms(fmt.Sprintf("N = %d: a child to first exec", n), "from the request; all exec at once after the answer"),
-			w.all.ms(fmt.Sprintf("N = %d: all to first exec", n), ""),
+			w.wall.MS(fmt.Sprintf("N = %d: all READY", n), "request to answer"),
+			w.ready.MS(fmt.Sprintf("N = %d: a child to READY", n), "its own stages, its wait for a CPU included"),
+			w.first.MS(fmt.Sprintf("N = %d: a child to first exec", n), "from the request; all exec at once after the answer"),
+			w.all.MS(fmt.Sprintf("N = %d: all to first exec", n), ""),
 		)
 	}
-	b.report.group("Sealed forks of one checkpoint through REST (512 MiB)", figures...)
+	b.report.Group("Sealed forks of one checkpoint through REST (512 MiB)", figures...)
 	b.report.over("wall_8_over_1", by[8].wall, by[1].wall, "8 forks over 1 to READY, wall, ms")
 	return b.server.endAll(ctx)
 }
@@ -316,21 +317,21 @@ func (b *bench) forkWide(ctx context.Context, id coppice.CheckpointID, n int, w 
 	if err != nil {
 		return err
 	}
-	w.wall.add(since(began))
-	firsts := make(samples, n)
+	w.wall.Add(report.Since(began))
+	firsts := make(report.Samples, n)
 	group, groupCtx := errgroup.WithContext(ctx)
 	for i, c := range children {
-		w.ready.add(total(c.Timings))
+		w.ready.Add(report.Total(c.Timings))
 		group.Go(func() error {
 			_, err := b.server.exec(groupCtx, c.Workspace.ID, "true")
-			firsts[i] = since(began)
+			firsts[i] = report.Since(began)
 			return err
 		})
 	}
 	if err := group.Wait(); err != nil {
 		return err
 	}
-	w.first.add(firsts...)
-	w.all.add(since(began))
+	w.first.Add(firsts...)
+	w.all.Add(report.Since(began))
 	return b.server.end(ctx, idsOf(children)...)
 }

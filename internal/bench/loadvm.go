@@ -12,7 +12,9 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/osthread"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
@@ -57,15 +59,15 @@ func (b *bench) measureLoadVM(ctx context.Context) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, p.remove()) }()
-	var answer, load, ready, fork, first samples
-	var where stages
+	var answer, load, ready, fork, first report.Samples
+	var where report.Stages
 	for i := range b.rounds(6, 90*time.Second) {
 		a, f, err := p.load(ctx)
 		if err != nil {
 			return err
 		}
-		answer.add(a)
-		load.add(f)
+		answer.Add(a)
+		load.Add(f)
 		if i > 0 { // by its size the delta has become a base after the first fork, in the background
 			if err := b.server.awaitBase(ctx, bigMiB, inUseMiB); err != nil {
 				return err
@@ -79,31 +81,31 @@ func (b *bench) measureLoadVM(ctx context.Context) (err error) {
 		if err != nil {
 			return err
 		}
-		toReady := since(began)
+		toReady := report.Since(began)
 		if _, err := b.server.exec(ctx, child.Workspace.ID, "true"); err != nil {
 			return err
 		}
 		if i == 0 {
-			first.add(since(began))
+			first.Add(report.Since(began))
 		} else {
-			ready.add(toReady)
-			fork.add(since(began))
-			where.public(child.Timings)
+			ready.Add(toReady)
+			fork.Add(report.Since(began))
+			where.Public(child.Timings)
 		}
 		if err := b.server.end(ctx, child.Workspace.ID); err != nil {
 			return err
 		}
 	}
-	b.report.group(fmt.Sprintf("QEMU's own snapshots (qcow2) beside a fork, guest of %d MiB with %d MiB in use", bigMiB, inUseMiB),
-		samples{save}.ms("savevm: the guest stands still", ""),
-		answer.ms("fresh QEMU with -loadvm, to the agent's answer", ""),
-		load.ms("fresh QEMU with -loadvm, to first exec", ""),
-		samples{cp.PauseMS}.ms("checkpoint: the guest stands still", fmt.Sprintf("delta %d MiB", cp.DeltaBytes>>20)),
-		first.ms("first sealed fork, to first exec", "the whole delta is injected, and rebased then"),
-		ready.ms("sealed fork, to READY", "later ones, on the new base"),
-		fork.ms("sealed fork, to first exec", "later ones, on the new base"),
+	b.report.Group(fmt.Sprintf("QEMU's own snapshots (qcow2) beside a fork, guest of %d MiB with %d MiB in use", bigMiB, inUseMiB),
+		report.Samples{save}.MS("savevm: the guest stands still", ""),
+		answer.MS("fresh QEMU with -loadvm, to the agent's answer", ""),
+		load.MS("fresh QEMU with -loadvm, to first exec", ""),
+		report.Samples{cp.PauseMS}.MS("checkpoint: the guest stands still", fmt.Sprintf("delta %d MiB", cp.DeltaBytes>>20)),
+		first.MS("first sealed fork, to first exec", "the whole delta is injected, and rebased then"),
+		ready.MS("sealed fork, to READY", "later ones, on the new base"),
+		fork.MS("sealed fork, to first exec", "later ones, on the new base"),
 	)
-	b.report.Stages["fork of 1 GiB"] = where.medians()
+	b.report.Stages["fork of 1 GiB"] = where.Medians()
 	b.report.over("loadvm_over_fork", load, fork, "fresh QEMU with -loadvm over sealed fork through REST, both to first exec, ms")
 	return b.server.endAll(ctx)
 }
@@ -143,7 +145,7 @@ func (l *lab) plainSnapshot(ctx context.Context) (_ *plain, saved float64, err e
 	if err := monitor(ctx, p.socket("qmp"), "savevm "+snapshot); err != nil {
 		return nil, 0, err
 	}
-	return p, since(began), nil
+	return p, report.Since(began), nil
 }
 
 func (l *lab) newPlain(ctx context.Context) (*plain, error) {
@@ -253,7 +255,7 @@ func (r *plainRun) connect(ctx context.Context) (err error) {
 			return fmt.Errorf("plain qemu ended: %s", r.said.String())
 		default:
 		}
-		if err := pass(ctx, time.Millisecond); err != nil {
+		if err := pace.Pause(ctx, time.Millisecond); err != nil {
 			return err
 		}
 	}
@@ -270,9 +272,9 @@ func (p *plain) load(ctx context.Context) (answer, first float64, err error) {
 	if err := r.connect(ctx); err != nil {
 		return 0, 0, err
 	}
-	answer = since(began)
+	answer = report.Since(began)
 	if err := r.exec(ctx, "true"); err != nil {
 		return 0, 0, err
 	}
-	return answer, since(began), nil
+	return answer, report.Since(began), nil
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -166,11 +167,11 @@ func (l *lab) boot(ctx context.Context, memoryMiB int) (_ *machine, answer, firs
 	if err == nil {
 		err = m.connect(ctx)
 	}
-	answer = since(began)
+	answer = report.Since(began)
 	if err == nil {
 		err = m.exec(ctx, "true")
 	}
-	first = since(began)
+	first = report.Since(began)
 	if err != nil {
 		return nil, 0, 0, errors.Join(fmt.Errorf("boot: %w", err), m.close(ctx))
 	}

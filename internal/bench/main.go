@@ -30,8 +30,11 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/controlplane"
+	"github.com/coppice-dev/coppice/internal/bench/egress"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/testpool"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
@@ -65,15 +68,15 @@ func command(ctx context.Context, arguments []string) error {
 	if len(arguments) > 0 {
 		switch arguments[0] {
 		case "control":
-			return controlMain(ctx, arguments[1:], os.Stdout, os.Stderr)
+			return controlplane.Main(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case "store":
 			return storeMain(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case "scale":
-			return scaleMain(ctx, arguments[1:], os.Stdout, os.Stderr)
+			return controlplane.ScaleMain(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case "egress":
-			return egressMain(ctx, arguments[1:], os.Stdout, os.Stderr)
-		case childCommand:
-			return egressChildMain(ctx, os.Stdin, os.Stdout)
+			return egress.Main(ctx, arguments[1:], os.Stdout, os.Stderr)
+		case egress.ChildCommand:
+			return egress.ChildMain(ctx, os.Stdin, os.Stdout)
 		}
 	}
 	var cfg config
@@ -96,14 +99,14 @@ type bench struct {
 	cfg    config
 	say    func(format string, a ...any)
 	began  time.Time
-	report report
+	report vmReport
 	server *server
 	lab    *lab
 }
 
 func newBench(cfg config, progress io.Writer) *bench {
 	began := time.Now()
-	return &bench{cfg: cfg, say: progressOf(progress, began), began: began}
+	return &bench{cfg: cfg, say: report.Progress(progress, began), began: began}
 }
 
 // section is one group of measurements.
@@ -140,7 +143,7 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 	if os.Geteuid() != 0 {
 		return errors.New("measuring VMs needs root, for network namespaces and a user of its own for each VM: sudo -E make bench")
 	}
-	chosen, err := choose("section", cfg.only, sectionNames())
+	chosen, err := report.Choose("section", cfg.only, sectionNames())
 	if err != nil {
 		return err
 	}
@@ -162,7 +165,7 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 		return err
 	}
 	for _, s := range sections() {
-		if !chosen.wants(s.name) {
+		if !chosen.Wants(s.name) {
 			b.report.Partial = true
 			continue
 		}
@@ -176,15 +179,15 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 			return fmt.Errorf("%s: %w", s.name, err)
 		}
 	}
-	b.report.finish(b.began)
-	if err := b.report.write(filepath.Join(cfg.out, b.report.Host.reportName())); err != nil {
+	b.report.Finish(b.began)
+	if err := b.report.write(filepath.Join(cfg.out, b.report.Host.ReportName())); err != nil {
 		return err
 	}
 	return b.report.show(out)
 }
 
 func (b *bench) open(ctx context.Context, data string) (err error) {
-	b.report.head, b.report.body = begin(b.began), newBody()
+	b.report.Head, b.report.Body = report.Begin(b.began), report.NewBody()
 	if b.report.Load.Before > 1 {
 		b.say("the host is busy already: load %.1f on %d CPUs; the report says so too", b.report.Load.Before, b.report.Host.CPUs)
 	}
@@ -310,7 +313,7 @@ func awaitUnlocked(ctx context.Context, path string) error {
 		if !errors.Is(err, unix.EWOULDBLOCK) {
 			return err
 		}
-		if err := pass(ctx, 100*time.Millisecond); err != nil {
+		if err := pace.Pause(ctx, 100*time.Millisecond); err != nil {
 			return fmt.Errorf("%s is held by another process: %w", path, err)
 		}
 	}
@@ -332,6 +335,3 @@ func (b *bench) rounds(n int, budget time.Duration) func(yield func(int) bool) {
 		}
 	}
 }
-
-// since returns the time since t in milliseconds.
-func since(t time.Time) float64 { return core.Milliseconds(time.Since(t)) }

@@ -16,7 +16,9 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/osthread"
+	"github.com/coppice-dev/coppice/internal/pace"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -139,7 +141,7 @@ func (s *server) create(ctx context.Context, memoryMiB int) (coppice.WorkspaceID
 	w, err := s.client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{
 		Image: s.image, Resources: coppice.ResourcesRequest{MemoryMiB: &memoryMiB},
 	})
-	took := since(began)
+	took := report.Since(began)
 	if err != nil {
 		return "", 0, fmt.Errorf("create a workspace: %w", err)
 	}
@@ -269,7 +271,7 @@ func awaitVMMs(ctx context.Context, cluster string, memoryMiB, want int) error {
 		if n >= want {
 			return nil
 		}
-		if pass(limit, 20*time.Millisecond) != nil {
+		if pace.Pause(limit, 20*time.Millisecond) != nil {
 			return ctx.Err() // too few is no fault: the pool has other shapes to keep
 		}
 	}
@@ -292,7 +294,7 @@ func (s *server) awaitBase(ctx context.Context, memoryMiB, n int) error {
 				return nil
 			}
 		}
-		if pass(limit, 50*time.Millisecond) != nil {
+		if pace.Pause(limit, 50*time.Millisecond) != nil {
 			return ctx.Err()
 		}
 	}

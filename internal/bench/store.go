@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/testpool"
 	"github.com/coppice-dev/coppice/internal/tests3"
 )
@@ -24,32 +25,32 @@ import (
 
 // storeReport is store.json.
 type storeReport struct {
-	head
-	body
+	report.Head
+	report.Body
 	Server string `json:"server"` // that speaks S3
 	Work   string `json:"work"`   // what the guest did between two checkpoints
 }
 
 // ratio records a ratio with its maximum; 0: no maximum.
 func (r *storeReport) ratio(name string, value, most float64, of string) {
-	r.Ratios[name] = finite(value)
+	r.Ratios[name] = report.Finite(value)
 	if most > 0 {
-		r.Aims = append(r.Aims, aim{Ratio: name, Aim: most, Of: of}.judged(r.Ratios[name]))
+		r.Aims = append(r.Aims, report.Aim{Ratio: name, Aim: most, Of: of}.Judged(r.Ratios[name]))
 	}
 }
 
 func (r *storeReport) show(w io.Writer) error {
-	p := &printer{w: w}
-	p.head("make bench-store", r.head, "VMM      "+r.Host.machines(), fmt.Sprintf("store    %s, on this machine", r.Server))
-	p.line("work     %s", r.Work)
-	p.table(r.Groups)
-	p.stages(r.Stages, slices.Sorted(maps.Keys(r.Stages))...)
+	p := report.NewPrinter(w)
+	p.Head("make bench-store", r.Head, "VMM      "+r.Host.Machines(), fmt.Sprintf("store    %s, on this machine", r.Server))
+	p.Line("work     %s", r.Work)
+	p.Table(r.Groups)
+	p.Stages(r.Stages, slices.Sorted(maps.Keys(r.Stages))...)
 	for _, what := range r.NotMeasured {
-		p.line("\nNot measured: %s", what)
+		p.Line("\nNot measured: %s", what)
 	}
-	p.aims("Aims", r.Aims)
-	p.sorted(r.Ratios)
-	return p.err
+	p.Aims("Aims", r.Aims)
+	p.Sorted(r.Ratios)
+	return p.Err
 }
 
 // storeConfig says how much to measure. Tests measure little.
@@ -114,8 +115,8 @@ type storeBench struct {
 
 func measureStore(ctx context.Context, cfg storeConfig, progress io.Writer) (_ *storeReport, err error) {
 	began := time.Now()
-	r := &storeReport{head: begin(began), body: newBody(), Work: strings.ReplaceAll(cfg.work, "\n", "; ")}
-	b := &storeBench{cfg: cfg, report: r, dir: filepath.Join(cfg.out, "store-data"), say: progressOf(progress, began)}
+	r := &storeReport{Head: report.Begin(began), Body: report.NewBody(), Work: strings.ReplaceAll(cfg.work, "\n", "; ")}
+	b := &storeBench{cfg: cfg, report: r, dir: filepath.Join(cfg.out, "store-data"), say: report.Progress(progress, began)}
 	if err := errors.Join(testpool.RemoveDir(b.dir), os.MkdirAll(filepath.Join(b.dir, "s3"), 0o711)); err != nil { //nolint:gosec // G301: the database's user must pass
 		return nil, err
 	}
@@ -128,7 +129,7 @@ func measureStore(ctx context.Context, cfg storeConfig, progress io.Writer) (_ *
 			return nil, err
 		}
 	}
-	r.finish(began)
+	r.Finish(began)
 	return r, nil
 }
 

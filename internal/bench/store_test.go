@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
@@ -55,7 +56,7 @@ func TestStoreReplay(t *testing.T) {
 		}
 		h.steps = append(h.steps, d)
 	}
-	r := &storeReport{body: newBody()}
+	r := &storeReport{Body: report.NewBody()}
 	b := &storeBench{cfg: storeConfig{depth: len(h.steps), reads: 3}, report: r, dir: t.TempDir(), say: t.Logf}
 	if err := b.replay(t.Context(), &replay{blobs: store, dir: b.dir, project: core.NewID[core.ProjectID]()}, h); err != nil {
 		t.Fatal(err)

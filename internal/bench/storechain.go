@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -92,7 +93,7 @@ func (b *storeBench) growChain(ctx context.Context) ([]coppice.CheckpointID, err
 	if err != nil {
 		return nil, fmt.Errorf("create a workspace: %w", err)
 	}
-	var pauses, stored samples
+	var pauses, stored report.Samples
 	var ids []coppice.CheckpointID
 	for i := range b.cfg.depth + 1 {
 		if err := b.exec(ctx, ws.ID, "sh", "-c", b.cfg.work, fmt.Sprint(i)); err != nil {
@@ -103,7 +104,7 @@ func (b *storeBench) growChain(ctx context.Context) ([]coppice.CheckpointID, err
 			return nil, fmt.Errorf("checkpoint %d: %w", i, err)
 		}
 		ids = append(ids, cp.ID)
-		pauses.add(cp.PauseMS)
+		pauses.Add(cp.PauseMS)
 	}
 	if _, err := c.TerminateWorkspace(ctx, ws.ID); err != nil {
 		return nil, err
@@ -115,11 +116,11 @@ func (b *storeBench) growChain(ctx context.Context) ([]coppice.CheckpointID, err
 			return nil, err
 		}
 		if id != ids[0] {
-			stored.add(float64(cp.StoredBytes) / 1024)
+			stored.Add(float64(cp.StoredBytes) / 1024)
 		}
 	}
-	b.report.group("The chain as the runner made it", pauses.ms("pause", "with seals of earlier ones under way"),
-		stored.figure("stored for each", "KiB", "memory, disk, device state, survey and manifest"))
+	b.report.Group("The chain as the runner made it", pauses.MS("pause", "with seals of earlier ones under way"),
+		stored.Figure("stored for each", "KiB", "memory, disk, device state, survey and manifest"))
 	return ids, nil
 }
 
@@ -192,7 +193,7 @@ func readerOf(image []byte) func(p []byte, off int64) error {
 func (b *storeBench) replay(ctx context.Context, x *replay, h history) error {
 	b.say("write it to the store once more, alone")
 	now, before := bytes.Clone(h.first), bytes.Clone(h.first)
-	var each, kib, took samples
+	var each, kib, took report.Samples
 	cpu, wall := cpuSeconds(), time.Now()
 	root, err := x.write(ctx, nil, nil, now, []snapshotstore.Range{{Length: int64(len(now))}})
 	if err != nil {
@@ -206,18 +207,18 @@ func (b *storeBench) replay(ctx context.Context, x *replay, h history) error {
 		if last, err = x.write(ctx, last.Snapshot, before, now, step.ranges()); err != nil {
 			return err
 		}
-		took.add(since(began))
+		took.Add(report.Since(began))
 		step.to(before)
 		dirtyBytes, stored, moved = dirtyBytes+int64(len(step.bytes)), stored+last.Stored, moved+last.Moved
 		raw += last.Dirty + last.Moved
-		each.add(float64(len(step.bytes)) / mib)
-		kib.add(float64(last.Stored) / 1024)
+		each.Add(float64(len(step.bytes)) / mib)
+		kib.Add(float64(last.Stored) / 1024)
 	}
 	cpu, seconds := cpuSeconds()-cpu, time.Since(wall).Seconds()
 	n := int64(len(h.steps))
-	b.report.group("The chain's memory written by the store alone",
-		each.figure("dirty pages of each", "MiB", "that differ from the checkpoint before"), kib.figure("stored for each", "KiB", fmt.Sprintf("%.1f MiB of all were stored again to keep regions together", float64(moved)/mib)),
-		took.ms("a write", ""))
+	b.report.Group("The chain's memory written by the store alone",
+		each.Figure("dirty pages of each", "MiB", "that differ from the checkpoint before"), kib.Figure("stored for each", "KiB", fmt.Sprintf("%.1f MiB of all were stored again to keep regions together", float64(moved)/mib)),
+		took.MS("a write", ""))
 	const allowance = 64 << 10 // for each checkpoint's manifest and map
 	b.report.ratio("stored_over_dirty", float64(stored)/float64(dirtyBytes), 0.6+float64(n*allowance)/float64(dirtyBytes),
 		fmt.Sprintf("%.1f MiB over %.1f MiB, %d checkpoints; 0.6 plus 64 KiB each", float64(stored)/mib, float64(dirtyBytes)/mib, n))
@@ -247,10 +248,12 @@ func (b *storeBench) measureBaselines(ctx context.Context, h history, rawMiB, cp
 		return err
 	}
 	size := float64(info.Size()) / mib
-	perCore := func(mibs, seconds float64) figure { return samples{mibs / seconds}.figure("", "MiB/s", "") }
+	perCore := func(mibs, seconds float64) report.Figure {
+		return report.Samples{mibs / seconds}.Figure("", "MiB/s", "")
+	}
 	seal := perCore(rawMiB, cpu)
 	seal.Name, seal.Note = "seal, per core", fmt.Sprintf("%.0f MiB of pages, compressed, hashed and sent to S3 in clear; %.0f MiB/s by the clock", rawMiB, rawMiB/wall)
-	figures := []figure{seal}
+	figures := []report.Figure{seal}
 	plain := 0.0 // seconds for a MiB
 	for _, command := range [][]string{{"sha256sum", path}, {"zstd", "-1", "-q", "--single-thread", "-c", path}} {
 		program, err := exec.LookPath(command[0])
@@ -258,18 +261,18 @@ func (b *storeBench) measureBaselines(ctx context.Context, h history, rawMiB, cp
 			b.report.NotMeasured = append(b.report.NotMeasured, command[0]+" is not installed")
 			continue
 		}
-		var rates samples
+		var rates report.Samples
 		for range 3 {
 			cmd := exec.CommandContext(ctx, program, command[1:]...) //nolint:gosec // G204: two programs of the system
 			if err := cmd.Run(); err != nil {
 				return fmt.Errorf("%s: %w", command[0], err)
 			}
-			rates.add(size / (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Seconds())
+			rates.Add(size / (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Seconds())
 		}
-		plain += 1 / rates.median()
-		figures = append(figures, rates.figure(command[0]+", per core", "MiB/s", "of CPU time, the same pages in one file"))
+		plain += 1 / rates.Median()
+		figures = append(figures, rates.Figure(command[0]+", per core", "MiB/s", "of CPU time, the same pages in one file"))
 	}
-	b.report.group("Throughput", figures...)
+	b.report.Group("Throughput", figures...)
 	if len(figures) == 3 {
 		b.report.ratio("seal_over_sha256_and_zstd", rawMiB/cpu*plain, 0, "")
 	}
@@ -283,7 +286,7 @@ func (b *storeBench) measureReads(ctx context.Context, x *replay, first, end []b
 	if err != nil {
 		return err
 	}
-	var times, opens [2]samples
+	var times, opens [2]report.Samples
 	var got [2]snapshotstore.Fetched
 	for range b.cfg.reads {
 		for i, ref := range []manifest.Ref{shallow.Manifest, deep} {
@@ -293,7 +296,7 @@ func (b *storeBench) measureReads(ctx context.Context, x *replay, first, end []b
 			if err != nil {
 				return err
 			}
-			opens[i].add(since(began))
+			opens[i].Add(report.Since(began))
 			got[i], err = snapshotstore.Fetch(ctx, x.blobs, s.Image("memory").Runs(), snapshotstore.FetchOptions{}, func(page int64, p []byte) error {
 				copy(image[page*pageSize:], p)
 				return nil
@@ -301,7 +304,7 @@ func (b *storeBench) measureReads(ctx context.Context, x *replay, first, end []b
 			if err != nil {
 				return err
 			}
-			times[i].add(since(began))
+			times[i].Add(report.Since(began))
 			if !bytes.Equal(image, end) {
 				return errors.New("the store gave other bytes than it was given")
 			}
@@ -310,10 +313,10 @@ func (b *storeBench) measureReads(ctx context.Context, x *replay, first, end []b
 	note := func(i int) string {
 		return fmt.Sprintf("%.1f MiB in %d requests for %.1f MiB of pages", float64(got[i].Bytes)/mib, got[i].Requests, float64(got[i].Pages*pageSize)/mib)
 	}
-	b.report.group("Opening and reading all of a memory image", opens[0].ms("open, depth 1", ""), opens[1].ms(fmt.Sprintf("open, depth %d", b.cfg.depth), ""),
-		times[0].ms("open and read, depth 1", note(0)), times[1].ms(fmt.Sprintf("open and read, depth %d", b.cfg.depth), note(1)))
-	b.report.ratio("depth_64_over_1", times[1].median()/times[0].median(), 1.1,
-		fmt.Sprintf("open and read, ms: %.1f over %.1f (n=%d)", times[1].median(), times[0].median(), len(times[0])))
+	b.report.Group("Opening and reading all of a memory image", opens[0].MS("open, depth 1", ""), opens[1].MS(fmt.Sprintf("open, depth %d", b.cfg.depth), ""),
+		times[0].MS("open and read, depth 1", note(0)), times[1].MS(fmt.Sprintf("open and read, depth %d", b.cfg.depth), note(1)))
+	b.report.ratio("depth_64_over_1", times[1].Median()/times[0].Median(), 1.1,
+		fmt.Sprintf("open and read, ms: %.1f over %.1f (n=%d)", times[1].Median(), times[0].Median(), len(times[0])))
 	return nil
 }
 

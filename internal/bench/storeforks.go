@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/testpool"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -19,10 +20,10 @@ import (
 type way struct {
 	name   string
 	fetch  string // of the runner, --fetch; empty: on the host that has the checkpoint
-	first  samples
-	ready  samples
-	bytes  samples // from the store before the first exec, MiB
-	stages stages
+	first  report.Samples
+	ready  report.Samples
+	bytes  report.Samples // from the store before the first exec, MiB
+	stages report.Stages
 }
 
 // localForks is the number of local forks in a round: they are quick.
@@ -138,14 +139,14 @@ func (b *storeBench) fork(ctx context.Context, id coppice.CheckpointID, on *test
 	if err != nil {
 		return err
 	}
-	ready, child := since(began), got.Children[0]
+	ready, child := report.Since(began), got.Children[0]
 	if err := b.exec(ctx, child.Workspace.ID, "true"); err != nil {
 		return err
 	}
-	w.ready.add(ready)
-	w.first.add(since(began))
-	w.bytes.add(float64(on.Relay.Received()-before) / mib)
-	w.stages.public(child.Timings)
+	w.ready.Add(ready)
+	w.first.Add(report.Since(began))
+	w.bytes.Add(float64(on.Relay.Received()-before) / mib)
+	w.stages.Public(child.Timings)
 	ended, err := b.pool.Client.TerminateWorkspace(ctx, child.Workspace.ID)
 	if err == nil && child.Workspace.RunnerID != on.ID {
 		err = fmt.Errorf("workspace %s was grown on %s instead of %s", ended.ID, child.Workspace.RunnerID, on.ID)
@@ -154,23 +155,23 @@ func (b *storeBench) fork(ctx context.Context, id coppice.CheckpointID, on *test
 }
 
 func (b *storeBench) reportForks(ways []*way) {
-	var figures []figure
+	var figures []report.Figure
 	local := ways[0]
 	for _, w := range ways {
-		figures = append(figures, w.ready.ms(w.name+": fork to READY", ""), w.first.ms(w.name+": fork to first exec", ""))
+		figures = append(figures, w.ready.MS(w.name+": fork to READY", ""), w.first.MS(w.name+": fork to first exec", ""))
 		if w.fetch == "" {
-			b.report.Stages["local fork"] = w.stages.medians()
+			b.report.Stages["local fork"] = w.stages.Medians()
 			continue
 		}
-		figures = append(figures, w.bytes.figure(w.name+": from the store before the first exec", "MiB", fmt.Sprintf("%.1f %% of %d MiB of RAM", 100*w.bytes.median()/float64(b.cfg.forkMiB), b.cfg.forkMiB)))
-		b.report.Stages["fork elsewhere, "+w.name] = w.stages.medians()
+		figures = append(figures, w.bytes.Figure(w.name+": from the store before the first exec", "MiB", fmt.Sprintf("%.1f %% of %d MiB of RAM", 100*w.bytes.Median()/float64(b.cfg.forkMiB), b.cfg.forkMiB)))
+		b.report.Stages["fork elsewhere, "+w.name] = w.stages.Medians()
 		most := 0.0
 		if w.fetch == "lazy" {
 			most = 2.5
-			b.report.ratio("read_before_exec_share", w.bytes.median()/float64(b.cfg.forkMiB), 0.02, fmt.Sprintf("MiB from the store: %.1f of %d of RAM (n=%d)", w.bytes.median(), b.cfg.forkMiB, len(w.bytes)))
+			b.report.ratio("read_before_exec_share", w.bytes.Median()/float64(b.cfg.forkMiB), 0.02, fmt.Sprintf("MiB from the store: %.1f of %d of RAM (n=%d)", w.bytes.Median(), b.cfg.forkMiB, len(w.bytes)))
 		}
-		b.report.ratio(w.name+"_remote_over_local", w.first.median()/local.first.median(), most,
-			fmt.Sprintf("fork to first exec, ms: %.0f (n=%d) over %.0f (n=%d)", w.first.median(), len(w.first), local.first.median(), len(local.first)))
+		b.report.ratio(w.name+"_remote_over_local", w.first.Median()/local.first.Median(), most,
+			fmt.Sprintf("fork to first exec, ms: %.0f (n=%d) over %.0f (n=%d)", w.first.Median(), len(w.first), local.first.Median(), len(local.first)))
 	}
-	b.report.group(fmt.Sprintf("One fork of a checkpoint with %d MiB of RAM, in turns; the other host has nothing", b.cfg.forkMiB), figures...)
+	b.report.Group(fmt.Sprintf("One fork of a checkpoint with %d MiB of RAM, in turns; the other host has nothing", b.cfg.forkMiB), figures...)
 }

@@ -7,6 +7,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/coppice-dev/coppice/internal/bench/report"
+	"github.com/coppice-dev/coppice/internal/pace"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -36,15 +38,15 @@ type treeMemory struct {
 	NodeDelta float64 `json:"node_delta"` // median of the checkpoints' deltas
 }
 
-func (m *treeMemory) show(p *printer) {
-	p.line("\nMemory of the host for a tree of %d checkpoints with a sandbox of %d MiB on each", m.Nodes, m.RAMMiB)
-	p.columns([][]string{
-		{"bases", number(m.BaseMiB) + " MiB", fmt.Sprintf("%d, each once for all", m.Bases)},
-		{"deltas", number(m.DeltaMiB) + " MiB", fmt.Sprintf("%s MiB of each guest is private", number(m.DeltaMiB/float64(m.Nodes)))},
-		{"VMM", number(m.VMMMiB) + " MiB", fmt.Sprintf("%s MiB of the VMM itself each", number(m.VMMMiB/float64(m.Nodes)))},
-		{"warm shells", number(m.WarmMiB) + " MiB", fmt.Sprintf("%d that wait", m.Warm)},
-		{"sum", number(m.SumMiB) + " MiB", fmt.Sprintf("available memory fell by %s MiB; copies of RAM would take %s MiB", number(m.HostMiB), number(m.IfCopied))},
-		{"volume", number(m.DiskMiB) + " MiB", fmt.Sprintf("for the checkpoints; the median delta is %s MiB", number(m.NodeDelta))},
+func (m *treeMemory) show(p *report.Printer) {
+	p.Line("\nMemory of the host for a tree of %d checkpoints with a sandbox of %d MiB on each", m.Nodes, m.RAMMiB)
+	p.Columns([][]string{
+		{"bases", report.Number(m.BaseMiB) + " MiB", fmt.Sprintf("%d, each once for all", m.Bases)},
+		{"deltas", report.Number(m.DeltaMiB) + " MiB", fmt.Sprintf("%s MiB of each guest is private", report.Number(m.DeltaMiB/float64(m.Nodes)))},
+		{"VMM", report.Number(m.VMMMiB) + " MiB", fmt.Sprintf("%s MiB of the VMM itself each", report.Number(m.VMMMiB/float64(m.Nodes)))},
+		{"warm shells", report.Number(m.WarmMiB) + " MiB", fmt.Sprintf("%d that wait", m.Warm)},
+		{"sum", report.Number(m.SumMiB) + " MiB", fmt.Sprintf("available memory fell by %s MiB; copies of RAM would take %s MiB", report.Number(m.HostMiB), report.Number(m.IfCopied))},
+		{"volume", report.Number(m.DiskMiB) + " MiB", fmt.Sprintf("for the checkpoints; the median delta is %s MiB", report.Number(m.NodeDelta))},
 	})
 }
 
@@ -80,7 +82,7 @@ func (b *bench) measureMemory(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	m.HostMiB, m.DiskMiB, m.NodeDelta = before-after, diskAfter-diskBefore, deltas.median()
+	m.HostMiB, m.DiskMiB, m.NodeDelta = before-after, diskAfter-diskBefore, deltas.Median()
 	b.report.Memory = m
 	return b.server.endAll(ctx)
 }
@@ -94,32 +96,32 @@ func (b *bench) measureIdle(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := pass(ctx, idleTime); err != nil {
+	if err := pace.Pause(ctx, idleTime); err != nil {
 		return err
 	}
 	all, err := findVMMs(b.server.cluster)
 	if err != nil {
 		return err
 	}
-	var anonymous, vmm samples
+	var anonymous, vmm report.Samples
 	for _, p := range all {
 		u, err := measureVMM(p)
 		if err != nil {
 			return err
 		}
 		if u.runs() && p.memoryMiB == standardMiB {
-			anonymous.add(float64(u.anonymous) / mib)
-			vmm.add(float64(u.vmm) / mib)
+			anonymous.Add(float64(u.anonymous) / mib)
+			vmm.Add(float64(u.vmm) / mib)
 		}
 	}
 	if len(anonymous) != idleForks {
 		return fmt.Errorf("%d sandboxes were found instead of %d", len(anonymous), idleForks)
 	}
-	b.report.group("An idle fork with 512 MiB",
-		anonymous.figure("anonymous pages of the RAM mapping", "MiB", "after 3 idle seconds"),
-		vmm.figure("the rest of the VMM", "MiB", "proportional set size"),
+	b.report.Group("An idle fork with 512 MiB",
+		anonymous.Figure("anonymous pages of the RAM mapping", "MiB", "after 3 idle seconds"),
+		vmm.Figure("the rest of the VMM", "MiB", "proportional set size"),
 	)
-	b.report.ratio("anon_share", anonymous.median()/standardMiB, fmt.Sprintf("anonymous share of the RAM mapping: %.1f MiB of %d, n=%d", anonymous.median(), standardMiB, len(anonymous)))
+	b.report.ratio("anon_share", anonymous.Median()/standardMiB, fmt.Sprintf("anonymous share of the RAM mapping: %.1f MiB of %d, n=%d", anonymous.Median(), standardMiB, len(anonymous)))
 	return b.server.endAll(ctx)
 }
 
@@ -127,7 +129,7 @@ func (b *bench) measureIdle(ctx context.Context) error {
 func (u usage) runs() bool { return u.anonymous > 256<<10 }
 
 // growTree makes nodes breadth first. Each is a checkpoint whose sandbox lives on and wrote one MiB of its own.
-func (b *bench) growTree(ctx context.Context) (deltas samples, err error) {
+func (b *bench) growTree(ctx context.Context) (deltas report.Samples, err error) {
 	root, _, err := b.server.create(ctx, standardMiB)
 	if err != nil {
 		return nil, err
@@ -168,7 +170,7 @@ func (b *bench) growTree(ctx context.Context) (deltas samples, err error) {
 		nodes = append(nodes, grown...)
 	}
 	for _, n := range nodes {
-		deltas.add(n.delta)
+		deltas.Add(n.delta)
 	}
 	return deltas, nil
 }
@@ -213,16 +215,4 @@ func (s *server) tally(nodes int) (*treeMemory, error) {
 	// A guest with its own RAM would have in memory what it shares with the base here, its delta, and a VMM.
 	m.IfCopied = float64(nodes)*m.BaseMiB/float64(m.Bases) + m.DeltaMiB + m.VMMMiB
 	return m, nil
-}
-
-// pass waits for some time.
-func pass(ctx context.Context, d time.Duration) error {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
 }

@@ -7,14 +7,16 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/coppice-dev/coppice/internal/bench/report"
 )
 
 // reportOf is a small run: one ratio and, if the VMM has it, one section that only one VMM has.
-func reportOf(t *testing.T, h host) (report, string) {
+func reportOf(t *testing.T, h report.Host) (vmReport, string) {
 	t.Helper()
-	r := report{head: head{Host: h}, body: newBody()}
-	r.over("fork_over_boot", samples{30}, samples{3000}, "fork over boot, ms")
-	r.over("no_such_ratio", samples{1}, samples{1}, "nothing")
+	r := vmReport{Head: report.Head{Host: h}, Body: report.NewBody()}
+	r.over("fork_over_boot", report.Samples{30}, report.Samples{3000}, "fork over boot, ms")
+	r.over("no_such_ratio", report.Samples{1}, report.Samples{1}, "nothing")
 	if h.VMM != "qemu" {
 		r.NotMeasured = append(r.NotMeasured, "savevm and loadvm")
 	}
@@ -31,24 +33,24 @@ func TestReportOfVMM(t *testing.T) {
 	t.Parallel()
 	dir, files := t.TempDir(), map[string]bool{}
 	for _, c := range []struct {
-		host       host
+		host       report.Host
 		file       string
 		says, hush []string
 	}{
 		{
-			host: host{VMM: "qemu", VMMVersion: "10.0.2", Accelerator: "tcg", Why: "there is no /dev/kvm"},
+			host: report.Host{VMM: "qemu", VMMVersion: "10.0.2", Accelerator: "tcg", Why: "there is no /dev/kvm"},
 			file: "report-qemu-tcg.json",
 			says: []string{"VMM      qemu 10.0.2, tcg,", "there is no /dev/kvm", "\nAims\n", "<= 0.0333"},
 			hush: []string{"not measured", "which no aims"},
 		},
 		{
-			host: host{VMM: "qemu", VMMVersion: "10.0.2", Accelerator: "kvm"},
+			host: report.Host{VMM: "qemu", VMMVersion: "10.0.2", Accelerator: "kvm"},
 			file: "report-qemu-kvm.json",
 			says: []string{"VMM      qemu 10.0.2, kvm,", "Ratios on qemu with kvm, which no aims are set for"},
 			hush: []string{"Aims", "0.0333", "MISSED", "not measured"},
 		},
 		{
-			host: host{VMM: "cloud-hypervisor", VMMVersion: "53.0", Accelerator: "kvm"},
+			host: report.Host{VMM: "cloud-hypervisor", VMMVersion: "53.0", Accelerator: "kvm"},
 			file: "report-cloud-hypervisor-kvm.json",
 			says: []string{"VMM      cloud-hypervisor 53.0, kvm,", "savevm and loadvm: not measured on cloud-hypervisor", "Ratios on cloud-hypervisor"},
 			hush: []string{"Aims", "0.0333", "MISSED", "QEMU"},
@@ -65,11 +67,11 @@ func TestReportOfVMM(t *testing.T) {
 				t.Errorf("%s: there is %q in:\n%s", c.file, never, out)
 			}
 		}
-		if r.Host.reportName() != c.file || files[c.file] {
-			t.Errorf("the report is %s, want %s", r.Host.reportName(), c.file)
+		if r.Host.ReportName() != c.file || files[c.file] {
+			t.Errorf("the report is %s, want %s", r.Host.ReportName(), c.file)
 		}
 		files[c.file] = true
-		path := filepath.Join(dir, r.Host.reportName())
+		path := filepath.Join(dir, r.Host.ReportName())
 		if err := r.write(path); err != nil {
 			t.Fatal(err)
 		}
@@ -77,7 +79,7 @@ func TestReportOfVMM(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		var kept report
+		var kept vmReport
 		if err := json.Unmarshal(b, &kept); err != nil {
 			t.Fatal(err)
 		}

@@ -1,4 +1,4 @@
-package main
+package controlplane
 
 import (
 	"context"
@@ -11,6 +11,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 )
 
 // plant inserts generations of captured checkpoints below a root: the parent of node (g, n) is (g-1, n/2), so the nodes
@@ -46,7 +47,7 @@ func (w *world) measureTree(ctx context.Context, cfg controlConfig, r *controlRe
 		return err
 	}
 	for _, m := range []struct {
-		into *quantiles
+		into *report.Quantiles
 		path string
 		want int
 	}{
@@ -54,7 +55,7 @@ func (w *world) measureTree(ctx context.Context, cfg controlConfig, r *controlRe
 		{&r.LineagePageMS, "/v1/checkpoints/" + deepest + "/lineage", min(cfg.deep+1, 100)},
 		{&r.TreePageMS, "/v1/checkpoints/" + string(root.Root) + "/tree", min(cfg.deep*cfg.wide+2, 100)},
 	} {
-		var times samples
+		var times report.Samples
 		for i := range cfg.reads + cfg.reads/10 {
 			took, n, err := w.get(ctx, m.path)
 			if err != nil {
@@ -64,10 +65,10 @@ func (w *world) measureTree(ctx context.Context, cfg controlConfig, r *controlRe
 				return fmt.Errorf("%s has %d items, want %d", m.path, n, m.want)
 			}
 			if i >= cfg.reads/10 { // the first ones fill caches
-				times.add(took)
+				times.Add(took)
 			}
 		}
-		*m.into = times.quantiles()
+		*m.into = times.Quantiles()
 	}
 	return nil
 }
@@ -85,7 +86,7 @@ func (w *world) get(ctx context.Context, path string) (float64, int, error) {
 		return 0, 0, err
 	}
 	body, err := io.ReadAll(res.Body)
-	took := since(began)
+	took := report.Since(began)
 	if err = errors.Join(err, res.Body.Close()); err != nil {
 		return 0, 0, err
 	}

@@ -1,4 +1,4 @@
-package main
+package controlplane
 
 import (
 	"context"
@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
+	"github.com/coppice-dev/coppice/internal/pace"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -18,7 +20,7 @@ const singlesTime = 90 * time.Second
 // measureForks measures fork operations with the present runners: first the time of each fork by one client, then the
 // forks per second by several clients. The forked workspaces are terminated outside of the measured times.
 func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, error) {
-	var times samples
+	var times report.Samples
 	began := time.Now()
 	for i := range c.cfg.warmups + c.cfg.singles {
 		if len(times) >= min(100, c.cfg.singles) && i > c.cfg.warmups && time.Since(began) > singlesTime {
@@ -34,7 +36,7 @@ func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, e
 		if err != nil {
 			return nil, err
 		}
-		times.add(g.took)
+		times.Add(g.took)
 		if err := g.end(ctx); err != nil {
 			return nil, err
 		}
@@ -44,7 +46,7 @@ func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, e
 		return nil, err
 	}
 	runners := fmt.Sprint(len(c.runners))
-	r.ForkOpMS[runners] = times.quantiles()
+	r.ForkOpMS[runners] = times.Quantiles()
 	if len(c.runners) < c.cfg.clients {
 		return list, nil // the slots of few runners do not last
 	}
@@ -57,14 +59,14 @@ func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, e
 		return nil, err
 	}
 	start := time.Now()
-	busy, err := together(c.cfg.clients, func(n int) (samples, error) {
-		var mine samples
+	busy, err := report.Together(c.cfg.clients, func(n int) (report.Samples, error) {
+		var mine report.Samples
 		for time.Since(start) < c.cfg.sustain && begun.Add(1) <= most {
 			g, err := c.fork(ctx)
 			if err != nil {
 				return nil, err
 			}
-			mine.add(g.took)
+			mine.Add(g.took)
 			made[n] = append(made[n], g)
 		}
 		return mine, nil
@@ -78,8 +80,8 @@ func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, e
 	}
 	r.ForkOpsPerS = float64(len(busy)) / used.wall.Seconds()
 	r.ForkOpsPerSBy[runners] = r.ForkOpsPerS
-	r.ForkOpBusyMS, r.ForkOpBusyCPU, r.ForkOpBusyDBCPU = busy.quantiles(), used.all()/float64(len(busy)), used.server/float64(len(busy))
-	_, err = together(c.cfg.clients, func(n int) (samples, error) {
+	r.ForkOpBusyMS, r.ForkOpBusyCPU, r.ForkOpBusyDBCPU = busy.Quantiles(), used.all()/float64(len(busy)), used.server/float64(len(busy))
+	_, err = report.Together(c.cfg.clients, func(n int) (report.Samples, error) {
 		for _, g := range made[n] {
 			if err := g.end(ctx); err != nil {
 				return nil, err
@@ -118,7 +120,7 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 		if err != nil {
 			return err
 		}
-		if err := pass(ctx, c.cfg.beats/6); err != nil {
+		if err := pace.Pause(ctx, c.cfg.beats/6); err != nil {
 			return err
 		}
 		used, err := meter.used()
@@ -127,7 +129,7 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 	}); err != nil {
 		return err
 	}
-	if err := pass(ctx, c.cfg.beatEvery*6/5); err != nil { // until they are spread evenly again
+	if err := pace.Pause(ctx, c.cfg.beatEvery*6/5); err != nil { // until they are spread evenly again
 		return err
 	}
 	if err := c.countStatements(ctx); err != nil {
@@ -138,7 +140,7 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 	if err != nil {
 		return err
 	}
-	if err := pass(ctx, c.cfg.beats); err != nil {
+	if err := pace.Pause(ctx, c.cfg.beats); err != nil {
 		return err
 	}
 	used, err := meter.used()
@@ -182,7 +184,7 @@ func (c *cell) measureChurn(ctx context.Context, r *scaleReport) error {
 	}
 	var begun, cycles, checkpoints atomic.Int64
 	start := time.Now()
-	if _, err := together(c.cfg.clients, func(int) (samples, error) {
+	if _, err := report.Together(c.cfg.clients, func(int) (report.Samples, error) {
 		for time.Since(start) < c.cfg.churnTime {
 			n := begun.Add(1)
 			if n > int64(h.Asked) {
@@ -326,7 +328,7 @@ func (c *cell) measureFence(ctx context.Context, r *scaleReport) error {
 		if took > c.cfg.fenceTime.Seconds() {
 			return nil // it is the figure
 		}
-		if err := pass(ctx, 250*time.Millisecond); err != nil {
+		if err := pace.Pause(ctx, 250*time.Millisecond); err != nil {
 			return err
 		}
 	}

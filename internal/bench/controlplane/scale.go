@@ -1,4 +1,4 @@
-package main
+package controlplane
 
 import (
 	"cmp"
@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/undo"
 )
@@ -22,7 +23,7 @@ import (
 
 // scaleReport is scale.json.
 type scaleReport struct {
-	head
+	report.Head
 	Partial  bool    `json:"partial,omitempty"` // only some stages were run
 	Scale    float64 `json:"scale"`             // 1 is what the limits are for
 	Postgres string  `json:"postgres"`
@@ -34,25 +35,25 @@ type scaleReport struct {
 	Workspaces  int64 `json:"workspaces"` // live
 	Checkpoints int64 `json:"checkpoints"`
 
-	ForkOpMS            map[string]quantiles `json:"fork_op_ms"`             // by number of runners: one client, POST to its answer
-	ForkOpsPerS         float64              `json:"fork_ops_per_s"`         // several clients, all runners
-	ForkOpsPerSBy       map[string]float64   `json:"fork_ops_per_s_by"`      // number of runners
-	ForkOpBusyMS        quantiles            `json:"fork_op_busy_ms"`        // of the same
-	ForkOpBusyCPU       float64              `json:"fork_op_busy_cpu_ms"`    // of an operation: PostgreSQL, controllers, runners and clients
-	ForkOpBusyDBCPU     float64              `json:"fork_op_busy_db_ms"`     // of which PostgreSQL
-	ForkP99Ratio        float64              `json:"fork_op_p99_ratio"`      // all runners over one
-	Grew                []growth             `json:"grew"`                   // statements of a fork that cost more with all runners than with one
-	HeartbeatDBCPUShare float64              `json:"heartbeat_db_cpu_share"` // of one core
-	Heartbeats          heartbeatLoad        `json:"heartbeats"`
-	Churn               churn                `json:"churn"`
-	Retention1M         float64              `json:"retention_1m_s"` // one round; 0: it failed
-	Retention           retentionRound       `json:"retention"`
-	FenceAllS           float64              `json:"fence_all_s"` // 0: it did not end
-	Fence               massFence            `json:"fence"`
-	BytesPerCheckpoint  float64              `json:"bytes_per_checkpoint"`
-	Tables              []tableSize          `json:"tables"`
+	ForkOpMS            map[string]report.Quantiles `json:"fork_op_ms"`             // by number of runners: one client, POST to its answer
+	ForkOpsPerS         float64                     `json:"fork_ops_per_s"`         // several clients, all runners
+	ForkOpsPerSBy       map[string]float64          `json:"fork_ops_per_s_by"`      // number of runners
+	ForkOpBusyMS        report.Quantiles            `json:"fork_op_busy_ms"`        // of the same
+	ForkOpBusyCPU       float64                     `json:"fork_op_busy_cpu_ms"`    // of an operation: PostgreSQL, controllers, runners and clients
+	ForkOpBusyDBCPU     float64                     `json:"fork_op_busy_db_ms"`     // of which PostgreSQL
+	ForkP99Ratio        float64                     `json:"fork_op_p99_ratio"`      // all runners over one
+	Grew                []growth                    `json:"grew"`                   // statements of a fork that cost more with all runners than with one
+	HeartbeatDBCPUShare float64                     `json:"heartbeat_db_cpu_share"` // of one core
+	Heartbeats          heartbeatLoad               `json:"heartbeats"`
+	Churn               churn                       `json:"churn"`
+	Retention1M         float64                     `json:"retention_1m_s"` // one round; 0: it failed
+	Retention           retentionRound              `json:"retention"`
+	FenceAllS           float64                     `json:"fence_all_s"` // 0: it did not end
+	Fence               massFence                   `json:"fence"`
+	BytesPerCheckpoint  float64                     `json:"bytes_per_checkpoint"`
+	Tables              []tableSize                 `json:"tables"`
 
-	Limits []aim `json:"limits"`
+	Limits []report.Aim `json:"limits"`
 }
 
 func (r *scaleReport) judge(wants func(stage string) bool) {
@@ -62,69 +63,69 @@ func (r *scaleReport) judge(wants func(stage string) bool) {
 	}
 	for _, l := range []struct {
 		stage string
-		limit aim
+		limit report.Aim
 		value float64
 	}{
-		{"forks", aim{Figure: "fork_op_p99_ratio", Aim: 1.5}, r.ForkP99Ratio},
-		{"heartbeats", aim{Figure: "heartbeat_db_cpu_share", Aim: 0.2}, r.HeartbeatDBCPUShare},
-		{"fence", aim{Figure: "fence_all_s", Aim: 30}, r.FenceAllS},
+		{"forks", report.Aim{Figure: "fork_op_p99_ratio", Aim: 1.5}, r.ForkP99Ratio},
+		{"heartbeats", report.Aim{Figure: "heartbeat_db_cpu_share", Aim: 0.2}, r.HeartbeatDBCPUShare},
+		{"fence", report.Aim{Figure: "fence_all_s", Aim: 30}, r.FenceAllS},
 	} {
 		if wants(l.stage) {
-			r.Limits = append(r.Limits, l.limit.judged(l.value))
+			r.Limits = append(r.Limits, l.limit.Judged(l.value))
 		}
 	}
 }
 
 func (r *scaleReport) show(w io.Writer) error {
-	p := &printer{w: w}
-	p.head(fmt.Sprintf("make bench-scale, scale %g", r.Scale), r.head, databaseLine(r.Postgres))
-	p.line("\ncell     %d controllers, %d runners with %d slots, %d projects, %d live workspaces, %d checkpoints\n",
+	p := report.NewPrinter(w)
+	p.Head(fmt.Sprintf("make bench-scale, scale %g", r.Scale), r.Head, databaseLine(r.Postgres))
+	p.Line("\ncell     %d controllers, %d runners with %d slots, %d projects, %d live workspaces, %d checkpoints\n",
 		r.Controllers, r.Runners, r.Slots, r.Projects, r.Workspaces, r.Checkpoints)
 	rows := [][]string{{"milliseconds", "n", "p50", "p99"}}
 	for _, n := range r.steps() {
-		rows = append(rows, r.ForkOpMS[n].row("fork of 1, one client, runners: "+n))
+		rows = append(rows, r.ForkOpMS[n].Row("fork of 1, one client, runners: "+n))
 	}
 	if r.ForkOpsPerS > 0 {
-		p.columns(append(rows, r.ForkOpBusyMS.row("the same, several clients")))
-		p.line("\nfork operations: %s a second; CPU time of each %s ms, of which PostgreSQL %s", number(r.ForkOpsPerS), number(r.ForkOpBusyCPU), number(r.ForkOpBusyDBCPU))
+		p.Columns(append(rows, r.ForkOpBusyMS.Row("the same, several clients")))
+		p.Line("\nfork operations: %s a second; CPU time of each %s ms, of which PostgreSQL %s", report.Number(r.ForkOpsPerS), report.Number(r.ForkOpBusyCPU), report.Number(r.ForkOpBusyDBCPU))
 	}
 	h := r.Heartbeats
-	p.line("runners: %d joined at once, all had told everything after %s s; %d heartbeats were not answered%s", r.Runners-r.Runners/10, number(h.JoinS), h.JoinRefused, orWhy(h.Problem))
+	p.Line("runners: %d joined at once, all had told everything after %s s; %d heartbeats were not answered%s", r.Runners-r.Runners/10, report.Number(h.JoinS), h.JoinRefused, orWhy(h.Problem))
 	if h.Beats > 0 {
-		p.line("heartbeats: %d in %s s (%d of them whole): PostgreSQL %.3f of a core, %.3f without them; controllers and simulated runners %.2f; usage of %d sandboxes: %s MiB",
-			h.Beats, number(h.Seconds), h.Whole, r.HeartbeatDBCPUShare, h.IdleDBShare, h.ProcessShare, h.UsageRows, number(float64(h.UsageBytes)/mib))
+		p.Line("heartbeats: %d in %s s (%d of them whole): PostgreSQL %.3f of a core, %.3f without them; controllers and simulated runners %.2f; usage of %d sandboxes: %s MiB",
+			h.Beats, report.Number(h.Seconds), h.Whole, r.HeartbeatDBCPUShare, h.IdleDBShare, h.ProcessShare, h.UsageRows, report.Number(float64(h.UsageBytes)/(1<<20)))
 	}
 	ch := r.Churn
 	if ch.Cycles > 0 {
-		p.line("churn: an hour at %g forks a second, %d of its %d cycles in %s s: %s bytes a cycle", ch.PerSecond, ch.Cycles, ch.Asked, number(ch.Seconds), number(ch.BytesPerCycle))
+		p.Line("churn: an hour at %g forks a second, %d of its %d cycles in %s s: %s bytes a cycle", ch.PerSecond, ch.Cycles, ch.Asked, report.Number(ch.Seconds), report.Number(ch.BytesPerCycle))
 	}
 	if t := r.Retention; t.Nodes > 0 {
-		p.line("retention of a tree of %d: plan %s s, plan and delete %d %s s%s", t.Nodes, number(t.PlanS), t.Deleted, number(t.PruneS), orWhy(t.Problem))
+		p.Line("retention of a tree of %d: plan %s s, plan and delete %d %s s%s", t.Nodes, report.Number(t.PlanS), t.Deleted, report.Number(t.PruneS), orWhy(t.Problem))
 	}
 	if f := r.Fence; f.Runners > 0 {
-		p.line("mass fence: %d runners marked after %s s, %d workspaces lost after %s s, %d left", f.Runners, number(f.MarkedS), f.Workspaces-f.Left, number(r.FenceAllS), f.Left)
+		p.Line("mass fence: %d runners marked after %s s, %d workspaces lost after %s s, %d left", f.Runners, report.Number(f.MarkedS), f.Workspaces-f.Left, report.Number(r.FenceAllS), f.Left)
 	}
-	p.line("a checkpoint: %s bytes", number(r.BytesPerCheckpoint))
+	p.Line("a checkpoint: %s bytes", report.Number(r.BytesPerCheckpoint))
 	if ch.Cycles > 0 {
-		p.line("")
-		p.sizes(ch.Before, ch.After)
+		p.Line("")
+		showSizes(p, ch.Before, ch.After)
 	}
 	if len(r.Grew) > 0 {
-		p.line("\nA fork's statements that cost more with all runners than with one")
+		p.Line("\nA fork's statements that cost more with all runners than with one")
 		rows = [][]string{{"calls", "pages", "rows", "ms", "statement"}}
 		for _, g := range r.Grew {
 			rows = append(rows, []string{
-				fmt.Sprint(g.Calls), number(g.PagesBefore) + " -> " + number(g.PagesAfter), number(g.RowsBefore) + " -> " + number(g.RowsAfter),
-				number(g.MSBefore) + " -> " + number(g.MSAfter), g.Query[:min(len(g.Query), 100)],
+				fmt.Sprint(g.Calls), report.Number(g.PagesBefore) + " -> " + report.Number(g.PagesAfter), report.Number(g.RowsBefore) + " -> " + report.Number(g.RowsAfter),
+				report.Number(g.MSBefore) + " -> " + report.Number(g.MSAfter), g.Query[:min(len(g.Query), 100)],
 			})
 		}
-		p.columns(rows)
+		p.Columns(rows)
 	}
-	p.aims("Limits", r.Limits)
+	p.Aims("Limits", r.Limits)
 	if r.Scale != 1 {
-		p.line("the limits are those of scale 1")
+		p.Line("the limits are those of scale 1")
 	}
-	return p.err
+	return p.Err
 }
 
 // steps returns the numbers of runners, smallest first.
@@ -145,7 +146,7 @@ func orWhy(problem string) string {
 }
 
 // sizes is the table of what grew, largest first.
-func (p *printer) sizes(before, after []tableSize) {
+func showSizes(p *report.Printer, before, after []tableSize) {
 	was := map[string]tableSize{}
 	for _, t := range before {
 		was[t.Table] = t
@@ -154,11 +155,11 @@ func (p *printer) sizes(before, after []tableSize) {
 	for _, t := range after[:min(len(after), 12)] {
 		b := was[t.Table]
 		rows = append(rows, []string{
-			t.Table, number(float64(b.TableBytes)/mib) + " -> " + number(float64(t.TableBytes)/mib), number(float64(b.IndexBytes)/mib) + " -> " + number(float64(t.IndexBytes)/mib),
+			t.Table, report.Number(float64(b.TableBytes)/(1<<20)) + " -> " + report.Number(float64(t.TableBytes)/(1<<20)), report.Number(float64(b.IndexBytes)/(1<<20)) + " -> " + report.Number(float64(t.IndexBytes)/(1<<20)),
 			fmt.Sprintf("%d -> %d", b.Dead, t.Dead), fmt.Sprintf("%d -> %d", b.Vacuums, t.Vacuums),
 		})
 	}
-	p.columns(rows)
+	p.Columns(rows)
 }
 
 // scaleConfig says how much to measure. Tests measure little.
@@ -172,13 +173,13 @@ type scaleConfig struct {
 	singles     int
 	clients     int
 	sustain     time.Duration
-	beats       time.Duration // of measured heartbeats: whole minutes, in each of which a sample of each sandbox is due
-	beatEvery   time.Duration // of a runner, unless the controllers want it sooner
-	churnRate   float64       // forks a second of the hour that is replayed
-	churnPart   float64       // of the hour
-	churnTime   time.Duration // at most
-	fenceTime   time.Duration // likewise
-	only        selection     // of stages
+	beats       time.Duration    // of measured heartbeats: whole minutes, in each of which a sample of each sandbox is due
+	beatEvery   time.Duration    // of a runner, unless the controllers want it sooner
+	churnRate   float64          // forks a second of the hour that is replayed
+	churnPart   float64          // of the hour
+	churnTime   time.Duration    // at most
+	fenceTime   time.Duration    // likewise
+	only        report.Selection // of stages
 }
 
 var scaleStages = []string{"forks", "heartbeats", "churn", "retention", "fence"}
@@ -196,7 +197,8 @@ func (c scaleConfig) steps() []int {
 	return slices.Compact([]int{1, max(1, c.runners/10), c.runners})
 }
 
-func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
+// ScaleMain is `bench scale`.
+func ScaleMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
 	daemon.RelaxGC() // as in the server
 	cfg := scaleConfig{warmups: 100, clients: 8, beatEvery: 5 * time.Second, churnRate: 5, churnTime: 5 * time.Minute, fenceTime: 3 * time.Minute}
 	f := flag.NewFlagSet("bench scale", flag.ContinueOnError)
@@ -216,7 +218,7 @@ func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer)
 		return errors.New("-scale is more than 0 and at most 1")
 	}
 	var err error
-	if cfg.only, err = choose("stage", *only, scaleStages); err != nil {
+	if cfg.only, err = report.Choose("stage", *only, scaleStages); err != nil {
 		return err
 	}
 	r, err := measureScale(ctx, cfg.withScale(*scale), progress)
@@ -238,10 +240,10 @@ func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer)
 // measureScale runs the stages. When one fails, the report has what was measured before. Controllers, simulated runners and clients share this process, as the CPUs do anyway.
 func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *scaleReport, err error) {
 	began := time.Now()
-	say := progressOf(progress, began)
+	say := report.Progress(progress, began)
 	r := &scaleReport{
-		head: begin(began), Scale: cfg.scale, Partial: len(cfg.only) > 0, Controllers: scaleControllers, Runners: cfg.runners, Slots: scaleSlots,
-		ForkOpMS: map[string]quantiles{}, ForkOpsPerSBy: map[string]float64{},
+		Head: report.Begin(began), Scale: cfg.scale, Partial: len(cfg.only) > 0, Controllers: scaleControllers, Runners: cfg.runners, Slots: scaleSlots,
+		ForkOpMS: map[string]report.Quantiles{}, ForkOpsPerSBy: map[string]float64{},
 	}
 	say("start PostgreSQL and %d controllers", scaleControllers)
 	plane, err := openPlane(ctx, cfg.out, cfg.pgBin, "pg_stat_statements")
@@ -257,9 +259,9 @@ func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *
 		return nil, err
 	}
 	defer func() {
-		r.finish(began)
+		r.Finish(began)
 		r.Heartbeats.Problem = c.beats.firstProblem()
-		r.judge(cfg.only.wants)
+		r.judge(cfg.only.Wants)
 	}()
 	if err := c.growAll(ctx, r, say); err != nil {
 		return r, err
@@ -273,7 +275,7 @@ func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *
 		{"retention", fmt.Sprintf("retention of a tree of %d", cfg.searchNodes), c.measureRetention},
 		{"fence", fmt.Sprintf("all %d runners are lost", cfg.runners), c.measureFence},
 	} {
-		if !cfg.only.wants(stage.name) {
+		if !cfg.only.Wants(stage.name) {
 			continue
 		}
 		say("%s", stage.says)
@@ -303,7 +305,7 @@ func (c *cell) growAll(ctx context.Context, r *scaleReport, say func(string, ...
 			return err
 		}
 		r.Heartbeats.JoinRefused = c.beats.refused.Load() - refused
-		if !c.cfg.only.wants("forks") {
+		if !c.cfg.only.Wants("forks") {
 			continue
 		}
 		say("forks with %d runners", to)

@@ -1,4 +1,4 @@
-package main
+package controlplane
 
 import (
 	"cmp"
@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/undo"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -219,7 +220,7 @@ func (c *cell) grow(ctx context.Context, step, from, to int) error {
 func (c *cell) follow(n int) {
 	ctx, r := c.runCtx, c.runners[n]
 	wait := c.stagger()
-	for at := n; pass(ctx, wait) == nil; {
+	for at := n; pace.Pause(ctx, wait) == nil; {
 		asked := time.Now()
 		c.beats.gate.RLock()
 		if time.Since(asked) > time.Second { // all were stopped; they do not go on as one
@@ -263,7 +264,7 @@ func (c *cell) settle(ctx context.Context) (seconds float64, err error) {
 	start := time.Now()
 	for whole := int64(-1); c.beats.whole.Load() != whole || c.beats.sent.Load() < 2*int64(len(c.runners)); {
 		whole = c.beats.whole.Load()
-		if err := pass(ctx, c.cfg.beatEvery*6/5); err != nil {
+		if err := pace.Pause(ctx, c.cfg.beatEvery*6/5); err != nil {
 			return 0, fmt.Errorf("the runners did not come to rest: %w; %d heartbeats were not answered: %s", errors.Join(err, c.beats.problem()), c.beats.refused.Load(), c.beats.firstProblem())
 		}
 	}

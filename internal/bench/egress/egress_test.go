@@ -1,16 +1,30 @@
-package main
+package egress
 
 import (
+	"context"
+	"fmt"
 	"os"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
 // beAProxy is set in the environment of a test binary that must act as a proxy of `bench egress`.
 const beAProxy = "COPPICE_TEST_BE_A_PROXY"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(beAProxy) != "" {
+		if err := ChildMain(context.Background(), os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	testleak.Main(m)
+}
 
 // TestEgressReport measures a little of everything that `bench egress` measures: each way really delivers the secret to
 // the server.

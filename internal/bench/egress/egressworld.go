@@ -1,4 +1,4 @@
-package main
+package egress
 
 import (
 	"context"
@@ -26,7 +26,9 @@ import (
 	"github.com/coppice-dev/coppice/egress/egressapi"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/osthread"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/testpool"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
@@ -70,7 +72,7 @@ type egressPath struct {
 
 // measured are the measurements of one way.
 type measured struct {
-	latency  samples
+	latency  report.Samples
 	requests int
 	seconds  float64
 	cpu      float64
@@ -198,7 +200,7 @@ func (w *egressWorld) fetch(ctx context.Context) {
 			return
 		}
 		last = b.Last
-		if pass(ctx, controllerTime) != nil {
+		if pace.Pause(ctx, controllerTime) != nil {
 			return
 		}
 	}

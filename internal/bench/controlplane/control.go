@@ -1,4 +1,6 @@
-package main
+// Package controlplane measures the control plane for `bench`: alone (`bench control`), and in a cell with a thousand simulated runners
+// and a million checkpoints (`bench scale`). Nothing of it needs a virtual machine.
+package controlplane
 
 import (
 	"context"
@@ -8,10 +10,10 @@ import (
 	"io"
 	"path/filepath"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -19,65 +21,54 @@ import (
 // `bench control` measures the control plane: a PostgreSQL as durable as a real one, a controller with its REST API,
 // and runners without real machines. Nothing of it needs root.
 
-// quantiles are in milliseconds.
-type quantiles struct {
-	P50 float64 `json:"p50"`
-	P99 float64 `json:"p99"`
-	N   int     `json:"n"`
-}
-
-func (s samples) quantiles() quantiles {
-	return quantiles{P50: s.median(), P99: s.quantile(0.99), N: len(s)}
-}
-
 // controlReport is control.json.
 type controlReport struct {
-	head
+	report.Head
 	Postgres string `json:"postgres"`
 
-	ForkOpMS       quantiles `json:"fork_op_ms"`          // one client: POST to its answer, both transactions committed
-	ForkOpCPUMS    float64   `json:"fork_op_cpu_ms"`      // of controller, client and PostgreSQL together, which foreign load moves less
-	ForkOpsPerS    float64   `json:"fork_ops_per_s"`      // several clients, sustained
-	ForkOpBusyMS   quantiles `json:"fork_op_busy_ms"`     // the same clients, each operation
-	ForkOpBusyCPU  float64   `json:"fork_op_busy_cpu_ms"` // CPU time per operation meanwhile
-	Parallel1000S  float64   `json:"parallel_1000_s"`     // the real runner on fake machines: all READY
-	LineageMS      quantiles `json:"lineage_ms"`          // a page of 1,000 ancestors
-	LineagePageMS  quantiles `json:"lineage_page_ms"`     // a page of 100, as by default
-	TreePageMS     quantiles `json:"tree_page_ms"`        // the first page of the whole tree
-	TreeNodes      int       `json:"tree_nodes"`
-	TreeDepth      int       `json:"tree_depth"`
-	SustainClients int       `json:"sustain_clients"`
+	ForkOpMS       report.Quantiles `json:"fork_op_ms"`          // one client: POST to its answer, both transactions committed
+	ForkOpCPUMS    float64          `json:"fork_op_cpu_ms"`      // of controller, client and PostgreSQL together, which foreign load moves less
+	ForkOpsPerS    float64          `json:"fork_ops_per_s"`      // several clients, sustained
+	ForkOpBusyMS   report.Quantiles `json:"fork_op_busy_ms"`     // the same clients, each operation
+	ForkOpBusyCPU  float64          `json:"fork_op_busy_cpu_ms"` // CPU time per operation meanwhile
+	Parallel1000S  float64          `json:"parallel_1000_s"`     // the real runner on fake machines: all READY
+	LineageMS      report.Quantiles `json:"lineage_ms"`          // a page of 1,000 ancestors
+	LineagePageMS  report.Quantiles `json:"lineage_page_ms"`     // a page of 100, as by default
+	TreePageMS     report.Quantiles `json:"tree_page_ms"`        // the first page of the whole tree
+	TreeNodes      int              `json:"tree_nodes"`
+	TreeDepth      int              `json:"tree_depth"`
+	SustainClients int              `json:"sustain_clients"`
 
-	Aims []aim `json:"aims"`
+	Aims []report.Aim `json:"aims"`
 }
 
 func (r *controlReport) judge() {
-	r.Aims = []aim{
-		aim{Figure: "fork_op_ms.p50", Aim: 5}.judged(r.ForkOpMS.P50),
-		aim{Figure: "fork_ops_per_s", Aim: 300, AtLeast: true}.judged(r.ForkOpsPerS),
-		aim{Figure: "parallel_1000_s", Aim: 60}.judged(r.Parallel1000S),
-		aim{Figure: "lineage_ms.p99", Aim: 20}.judged(r.LineageMS.P99),
+	r.Aims = []report.Aim{
+		report.Aim{Figure: "fork_op_ms.p50", Aim: 5}.Judged(r.ForkOpMS.P50),
+		report.Aim{Figure: "fork_ops_per_s", Aim: 300, AtLeast: true}.Judged(r.ForkOpsPerS),
+		report.Aim{Figure: "parallel_1000_s", Aim: 60}.Judged(r.Parallel1000S),
+		report.Aim{Figure: "lineage_ms.p99", Aim: 20}.Judged(r.LineageMS.P99),
 	}
 }
 
 func (r *controlReport) show(w io.Writer) error {
-	p := &printer{w: w}
-	p.head("make bench-control", r.head, databaseLine(r.Postgres))
-	p.line("")
-	p.columns([][]string{
+	p := report.NewPrinter(w)
+	p.Head("make bench-control", r.Head, databaseLine(r.Postgres))
+	p.Line("")
+	p.Columns([][]string{
 		{"milliseconds", "n", "p50", "p99"},
-		r.ForkOpMS.row("fork of 1, one client: POST to answer"),
-		r.ForkOpBusyMS.row(fmt.Sprintf("the same, %d clients", r.SustainClients)),
-		r.LineageMS.row("lineage, page of 1,000"),
-		r.LineagePageMS.row("lineage, page of 100"),
-		r.TreePageMS.row("tree, first page of 100"),
+		r.ForkOpMS.Row("fork of 1, one client: POST to answer"),
+		r.ForkOpBusyMS.Row(fmt.Sprintf("the same, %d clients", r.SustainClients)),
+		r.LineageMS.Row("lineage, page of 1,000"),
+		r.LineagePageMS.Row("lineage, page of 100"),
+		r.TreePageMS.Row("tree, first page of 100"),
 	})
-	p.line("\nfork operations, %d clients: %s a second; CPU time of each %s ms (one client: %s)",
-		r.SustainClients, number(r.ForkOpsPerS), number(r.ForkOpBusyCPU), number(r.ForkOpCPUMS))
-	p.line("1,000 parallel forks of one checkpoint, real runner, fake machines: all READY in %s s", number(r.Parallel1000S))
-	p.line("tree: %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
-	p.aims("Aims", r.Aims)
-	return p.err
+	p.Line("\nfork operations, %d clients: %s a second; CPU time of each %s ms (one client: %s)",
+		r.SustainClients, report.Number(r.ForkOpsPerS), report.Number(r.ForkOpBusyCPU), report.Number(r.ForkOpCPUMS))
+	p.Line("1,000 parallel forks of one checkpoint, real runner, fake machines: all READY in %s s", report.Number(r.Parallel1000S))
+	p.Line("tree: %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
+	p.Aims("Aims", r.Aims)
+	return p.Err
 }
 
 func databaseLine(version string) string {
@@ -96,12 +87,13 @@ type controlConfig struct {
 	wide     int // nodes of each generation
 	deep     int
 	reads    int
-	only     selection // of sections
+	only     report.Selection // of sections
 }
 
 var controlSections = []string{"forks", "parallel", "tree"}
 
-func controlMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
+// Main is `bench control`.
+func Main(ctx context.Context, arguments []string, out, progress io.Writer) error {
 	daemon.RelaxGC() // as in the server
 	cfg := controlConfig{warmups: 200, singles: 1000, clients: 8, parallel: 1000, wide: 100, deep: 1000, reads: 300}
 	f := flag.NewFlagSet("bench control", flag.ContinueOnError)
@@ -114,7 +106,7 @@ func controlMain(ctx context.Context, arguments []string, out, progress io.Write
 		return err
 	}
 	var err error
-	if cfg.only, err = choose("section", *only, controlSections); err != nil {
+	if cfg.only, err = report.Choose("section", *only, controlSections); err != nil {
 		return err
 	}
 	r, err := measureControl(ctx, cfg, progress)
@@ -133,8 +125,8 @@ func controlMain(ctx context.Context, arguments []string, out, progress io.Write
 // CPUs anyway.
 func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) (_ *controlReport, err error) {
 	began := time.Now()
-	say := progressOf(progress, began)
-	r := &controlReport{head: begin(began), SustainClients: cfg.clients, TreeNodes: cfg.wide * cfg.deep, TreeDepth: cfg.deep}
+	say := report.Progress(progress, began)
+	r := &controlReport{Head: report.Begin(began), SustainClients: cfg.clients, TreeNodes: cfg.wide * cfg.deep, TreeDepth: cfg.deep}
 	say("start PostgreSQL")
 	plane, err := openPlane(ctx, cfg.out, cfg.pgBin)
 	if err != nil {
@@ -142,25 +134,25 @@ func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) 
 	}
 	defer func() { err = errors.Join(err, plane.close(ctx)) }()
 	r.Postgres = plane.version
-	if cfg.only.wants("forks") {
+	if cfg.only.Wants("forks") {
 		say("single forks")
 		if err := plane.with(ctx, fakeRunner, func(w *world) error { return w.measureForks(ctx, cfg, r) }); err != nil {
 			return nil, err
 		}
 	}
-	if cfg.only.wants("parallel") {
+	if cfg.only.Wants("parallel") {
 		say("%d parallel forks", cfg.parallel)
 		if err := plane.with(ctx, realRunner(cfg.parallel+16), func(w *world) error { return w.measureParallel(ctx, cfg, r) }); err != nil {
 			return nil, err
 		}
 	}
-	if cfg.only.wants("tree") {
+	if cfg.only.Wants("tree") {
 		say("a tree of %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
 		if err := plane.with(ctx, fakeRunner, func(w *world) error { return w.measureTree(ctx, cfg, r) }); err != nil {
 			return nil, err
 		}
 	}
-	r.finish(began)
+	r.Finish(began)
 	r.judge()
 	return r, nil
 }
@@ -176,7 +168,7 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 	if err != nil {
 		return err
 	}
-	var times samples
+	var times report.Samples
 	var meter *cpuMeter
 	for i := range cfg.warmups + cfg.singles {
 		if i == cfg.warmups {
@@ -189,18 +181,18 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 		if err != nil {
 			return err
 		}
-		times.add(took)
+		times.Add(took)
 	}
 	used, err := meter.used()
 	if err != nil {
 		return err
 	}
-	r.ForkOpMS, r.ForkOpCPUMS = times.quantiles(), used.all()/float64(len(times))
+	r.ForkOpMS, r.ForkOpCPUMS = times.Quantiles(), used.all()/float64(len(times))
 
 	if meter, err = w.plane.meter(); err != nil {
 		return err
 	}
-	busy, err := sustained(cfg.clients, cfg.sustain, func() (float64, error) { return w.fork(ctx, id) })
+	busy, err := report.Sustained(cfg.clients, cfg.sustain, func() (float64, error) { return w.fork(ctx, id) })
 	if err != nil {
 		return err
 	}
@@ -208,43 +200,8 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 		return err
 	}
 	r.ForkOpsPerS = float64(len(busy)) / used.wall.Seconds()
-	r.ForkOpBusyMS, r.ForkOpBusyCPU = busy.quantiles(), used.all()/float64(len(busy))
+	r.ForkOpBusyMS, r.ForkOpBusyCPU = busy.Quantiles(), used.all()/float64(len(busy))
 	return nil
-}
-
-// together runs a function n times at once and collects its measurements.
-func together(n int, run func(n int) (samples, error)) (samples, error) {
-	var mu sync.Mutex // guards what follows
-	var all samples
-	var failed error
-	var group sync.WaitGroup
-	for i := range n {
-		group.Go(func() {
-			got, err := run(i)
-			mu.Lock()
-			defer mu.Unlock()
-			all.add(got...)
-			failed = errors.Join(failed, err)
-		})
-	}
-	group.Wait()
-	return all, failed
-}
-
-// sustained has several clients do something again and again for as long as that.
-func sustained(clients int, long time.Duration, do func() (float64, error)) (samples, error) {
-	start := time.Now()
-	return together(clients, func(int) (samples, error) {
-		var mine samples
-		for time.Since(start) < long {
-			took, err := do()
-			if err != nil {
-				return nil, err
-			}
-			mine.add(took)
-		}
-		return mine, nil
-	})
 }
 
 // measureParallel asks for many forks of one checkpoint at once, each a request of its own, and waits until all are ready.
@@ -254,9 +211,9 @@ func (w *world) measureParallel(ctx context.Context, cfg controlConfig, r *contr
 		return err
 	}
 	start := time.Now()
-	if _, err := together(cfg.parallel, func(int) (samples, error) {
+	if _, err := report.Together(cfg.parallel, func(int) (report.Samples, error) {
 		took, err := w.fork(ctx, id)
-		return samples{took}, err
+		return report.Samples{took}, err
 	}); err != nil {
 		return err
 	}

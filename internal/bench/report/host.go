@@ -1,4 +1,4 @@
-package main
+package report
 
 import (
 	"fmt"
@@ -8,13 +8,12 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/internal/procfs"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
 
-// host is the machine on which the figures were measured.
-type host struct {
+// Host is the machine on which the figures were measured.
+type Host struct {
 	Kernel      string  `json:"kernel"`
 	CPU         string  `json:"cpu"`
 	CPUs        int     `json:"cpus"`
@@ -30,14 +29,14 @@ type host struct {
 	GuestKernel string  `json:"guest_kernel"`
 }
 
-// reportName is the file of the report: those of different VMMs and accelerators lie side by side.
-func (h host) reportName() string { return "report-" + h.VMM + "-" + h.Accelerator + ".json" }
+// ReportName is the file of the report: those of different VMMs and accelerators lie side by side.
+func (h Host) ReportName() string { return "report-" + h.VMM + "-" + h.Accelerator + ".json" }
 
-// hasAims reports whether the aims are meant for what was measured on: they were set for QEMU under TCG.
-func (h host) hasAims() bool { return h.VMM == qemu.DriverName && h.Accelerator == "tcg" }
+// HasAims reports whether the aims are meant for what was measured on: they were set for QEMU under TCG.
+func (h Host) HasAims() bool { return h.VMM == qemu.DriverName && h.Accelerator == "tcg" }
 
-// machines is what the machines ran on.
-func (h host) machines() string {
+// Machines is what the machines ran on.
+func (h Host) Machines() string {
 	return fmt.Sprintf("%s %s, %s, guest CPU %s", h.VMM, h.VMMVersion, h.Accelerator, h.CPUModel)
 }
 
@@ -48,8 +47,8 @@ type load struct {
 	Note   string  `json:"note"`
 }
 
-func describeHost() host {
-	h := host{CPUs: runtime.NumCPU(), CPU: cpuName(), Scan: string(memory.ScanMethod())}
+func describeHost() Host {
+	h := Host{CPUs: runtime.NumCPU(), CPU: cpuName(), Scan: string(memory.ScanMethod())}
 	var u unix.Utsname
 	if unix.Uname(&u) == nil {
 		h.Kernel = unix.ByteSliceToString(u.Release[:])
@@ -85,19 +84,4 @@ func loadAverage() float64 {
 		return 0
 	}
 	return one
-}
-
-// availableMiB is how much memory the host could still give away.
-func availableMiB() (float64, error) {
-	kib, err := procfs.KiB("/proc/meminfo", "MemAvailable")
-	return float64(kib) / 1024, err
-}
-
-// usedMiB returns how much of the file system of dir is in use.
-func usedMiB(dir string) (float64, error) {
-	var fs unix.Statfs_t
-	if err := unix.Statfs(dir, &fs); err != nil {
-		return 0, fmt.Errorf("examine %s: %w", dir, err)
-	}
-	return float64(fs.Blocks-fs.Bfree) * float64(fs.Bsize) / mib, nil
 }

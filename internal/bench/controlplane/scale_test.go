@@ -1,4 +1,4 @@
-package main
+package controlplane
 
 import (
 	"io"
@@ -105,7 +105,7 @@ func TestGrew(t *testing.T) {
 func TestScaleRefuses(t *testing.T) {
 	t.Parallel()
 	for _, arguments := range [][]string{{"-only", "forks,none"}, {"-scale", "2"}, {"-scale", "0"}} {
-		if err := scaleMain(t.Context(), arguments, io.Discard, io.Discard); err == nil {
+		if err := ScaleMain(t.Context(), arguments, io.Discard, io.Discard); err == nil {
 			t.Errorf("%v were taken", arguments)
 		}
 	}

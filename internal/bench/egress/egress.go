@@ -1,4 +1,5 @@
-package main
+// Package egress measures the cost of the egress process for `bench egress`, beside goproxy and a direct connection.
+package egress
 
 import (
 	"context"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 )
 
 // `bench egress` measures the cost of the egress process. It sends requests to one TLS server on its own network, in
@@ -20,12 +22,12 @@ import (
 
 // egressWay is one way to the server.
 type egressWay struct {
-	Way       string    `json:"way"`
-	LatencyMS quantiles `json:"latency_ms"` // one client, a request at a time on a kept connection
-	AddedP50  float64   `json:"added_p50_ms"`
-	AddedP99  float64   `json:"added_p99_ms"`
-	PerSecond float64   `json:"per_second"`   // several clients
-	ProxyCPU  float64   `json:"proxy_cpu_ms"` // CPU time of the proxy's process for each request meanwhile
+	Way       string           `json:"way"`
+	LatencyMS report.Quantiles `json:"latency_ms"` // one client, a request at a time on a kept connection
+	AddedP50  float64          `json:"added_p50_ms"`
+	AddedP99  float64          `json:"added_p99_ms"`
+	PerSecond float64          `json:"per_second"`   // several clients
+	ProxyCPU  float64          `json:"proxy_cpu_ms"` // CPU time of the proxy's process for each request meanwhile
 }
 
 // egressHeld is the cost of idle tunnels.
@@ -38,13 +40,13 @@ type egressHeld struct {
 
 // egressReport is egress.json.
 type egressReport struct {
-	head
+	report.Head
 	Clients   int                `json:"clients"`
 	Ways      []egressWay        `json:"ways"`
 	Held      []egressHeld       `json:"held"`
 	Sandboxes int                `json:"sandboxes"`
-	RulesMS   quantiles          `json:"rules_ms"`        // a change of one sandbox's rules, asked for over the process's socket, to its answer
-	GrantsMS  quantiles          `json:"rules_grants_ms"` // the same with a grant, which is sealed
+	RulesMS   report.Quantiles   `json:"rules_ms"`        // a change of one sandbox's rules, asked for over the process's socket, to its answer
+	GrantsMS  report.Quantiles   `json:"rules_grants_ms"` // the same with a grant, which is sealed
 	Ratios    map[string]float64 `json:"ratios"`
 }
 
@@ -93,24 +95,24 @@ func (r *egressReport) judge() {
 }
 
 func (r *egressReport) show(w io.Writer) error {
-	p := &printer{w: w}
-	p.head("make bench-egress", r.head)
-	p.line("")
+	p := report.NewPrinter(w)
+	p.Head("make bench-egress", r.Head)
+	p.Line("")
 	rows := [][]string{{"kept connections", "n", "p50 ms", "p99 ms", "added p50", "added p99", fmt.Sprintf("requests/s, %d clients", r.Clients), "CPU of the proxy, ms"}}
 	for _, x := range r.Ways {
 		rows = append(rows, []string{
-			x.Way, fmt.Sprint(x.LatencyMS.N), number(x.LatencyMS.P50), number(x.LatencyMS.P99), number(x.AddedP50), number(x.AddedP99), number(x.PerSecond), fmt.Sprintf("%.3f", x.ProxyCPU),
+			x.Way, fmt.Sprint(x.LatencyMS.N), report.Number(x.LatencyMS.P50), report.Number(x.LatencyMS.P99), report.Number(x.AddedP50), report.Number(x.AddedP99), report.Number(x.PerSecond), fmt.Sprintf("%.3f", x.ProxyCPU),
 		})
 	}
-	p.columns(rows)
-	p.line("")
+	p.Columns(rows)
+	p.Line("")
 	for _, h := range r.Held {
-		p.line("%s: %d held, %s KiB each, %s MiB in all", h.Way, h.Tunnels, number(h.KiBEach), number(h.AllMiB))
+		p.Line("%s: %d held, %s KiB each, %s MiB in all", h.Way, h.Tunnels, report.Number(h.KiBEach), report.Number(h.AllMiB))
 	}
-	p.line("rules of one of %d sandboxes: %s / %s ms (p50 / p99, n=%d); with a grant %s / %s ms (n=%d)", r.Sandboxes,
-		number(r.RulesMS.P50), number(r.RulesMS.P99), r.RulesMS.N, number(r.GrantsMS.P50), number(r.GrantsMS.P99), r.GrantsMS.N)
-	p.sorted(r.Ratios)
-	return p.err
+	p.Line("rules of one of %d sandboxes: %s / %s ms (p50 / p99, n=%d); with a grant %s / %s ms (n=%d)", r.Sandboxes,
+		report.Number(r.RulesMS.P50), report.Number(r.RulesMS.P99), r.RulesMS.N, report.Number(r.GrantsMS.P50), report.Number(r.GrantsMS.P99), r.GrantsMS.N)
+	p.Sorted(r.Ratios)
+	return p.Err
 }
 
 // egressConfig says how much to measure. Tests measure little.
@@ -126,12 +128,13 @@ type egressConfig struct {
 	changes   int
 }
 
-func egressMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
+// Main is `bench egress`.
+func Main(ctx context.Context, arguments []string, out, progress io.Writer) error {
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
-	cfg := egressConfig{self: []string{self, childCommand}, rounds: 20, requests: 150, clients: 8, tunnels: 2000, sandboxes: 1000, changes: 2000}
+	cfg := egressConfig{self: []string{self, ChildCommand}, rounds: 20, requests: 150, clients: 8, tunnels: 2000, sandboxes: 1000, changes: 2000}
 	f := flag.NewFlagSet("bench egress", flag.ContinueOnError)
 	f.SetOutput(progress)
 	f.StringVar(&cfg.out, "out", "var/bench", "`directory` for egress.json")
@@ -158,8 +161,8 @@ func egressMain(ctx context.Context, arguments []string, out, progress io.Writer
 
 func measureEgress(ctx context.Context, cfg egressConfig, progress io.Writer) (_ *egressReport, err error) {
 	began := time.Now()
-	say := progressOf(progress, began)
-	r := &egressReport{head: begin(began), Clients: cfg.clients, Sandboxes: cfg.sandboxes, Ratios: map[string]float64{}}
+	say := report.Progress(progress, began)
+	r := &egressReport{Head: report.Begin(began), Clients: cfg.clients, Sandboxes: cfg.sandboxes, Ratios: map[string]float64{}}
 	dir, err := os.MkdirTemp("", "bench-egress-") // the path of a socket must be short
 	if err != nil {
 		return nil, err
@@ -183,7 +186,7 @@ func measureEgress(ctx context.Context, cfg egressConfig, progress io.Writer) (_
 	if err := w.measureRules(ctx, cfg, r); err != nil {
 		return nil, err
 	}
-	r.finish(began)
+	r.Finish(began)
 	r.judge()
 	return r, nil
 }

@@ -1,8 +1,6 @@
-package main
+package controlplane
 
 import (
-	"context"
-	"fmt"
 	"io"
 	"os"
 	"testing"
@@ -14,16 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testpg"
 )
 
-func TestMain(m *testing.M) {
-	if os.Getenv(beAProxy) != "" {
-		if err := egressChildMain(context.Background(), os.Stdin, os.Stdout); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		os.Exit(0)
-	}
-	testleak.Main(m, testpg.Leak())
-}
+func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
 // publicDir is a directory that the database's user can reach.
 func publicDir(t *testing.T) string {

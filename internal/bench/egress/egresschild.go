@@ -1,4 +1,4 @@
-package main
+package egress
 
 import (
 	"context"
@@ -43,10 +43,11 @@ type egressChild struct {
 // egressAddresses are the addresses on which goproxy listens.
 type egressAddresses struct{ Tunnel, Read string }
 
-// childCommand is the argument with which this program is started again.
-const childCommand = "egress-process"
+// ChildCommand is the argument with which this program is started again.
+const ChildCommand = "egress-process"
 
-func egressChildMain(ctx context.Context, in io.Reader, out io.Writer) error {
+// ChildMain is the proxy that is measured, in a process of its own.
+func ChildMain(ctx context.Context, in io.Reader, out io.Writer) error {
 	d := json.NewDecoder(in)
 	var cfg egressChild
 	if err := d.Decode(&cfg); err != nil {
@@ -196,7 +197,7 @@ func (p *proxyProcess) cpu() float64 {
 	if err != nil {
 		return 0
 	}
-	return tickMS * float64(ticks)
+	return 1000 / procfs.TicksPerSecond * float64(ticks)
 }
 
 // writePEM writes certificates to a file.

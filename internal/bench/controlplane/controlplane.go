@@ -1,4 +1,4 @@
-package main
+package controlplane
 
 import (
 	"context"
@@ -22,7 +22,9 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/internal/undo"
@@ -34,6 +36,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
+
+// endTime bounds the end of a server.
+const endTime = 2 * time.Minute
 
 // plane is a database server in which each measurement has its own database.
 type plane struct {
@@ -76,7 +81,7 @@ func openPlane(ctx context.Context, out, pgBin string, libraries ...string) (*pl
 }
 
 func (p *plane) close(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTime)
 	defer cancel()
 	return errors.Join(p.cluster.Remove(ctx), os.RemoveAll(p.dir))
 }
@@ -206,7 +211,7 @@ type grown struct {
 func fork(ctx context.Context, client *coppice.Client, id coppice.CheckpointID) (grown, error) {
 	start := time.Now()
 	got, err := client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{Count: new(1)})
-	took := since(start)
+	took := report.Since(start)
 	switch {
 	case err != nil:
 		return grown{}, fmt.Errorf("fork %s: %w", id, err)
@@ -309,14 +314,14 @@ func realRunner(sandboxes int) func(context.Context, *undo.Stack, *world) error 
 }
 
 func (w *world) awaitRunner(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, stopTime)
+	ctx, cancel := context.WithTimeout(ctx, endTime)
 	defer cancel()
 	for {
 		err := w.control.Ready(ctx)
 		if core.CodeOf(err) != core.CodeNoRunner {
 			return err
 		}
-		if err := pass(ctx, 20*time.Millisecond); err != nil {
+		if err := pace.Pause(ctx, 20*time.Millisecond); err != nil {
 			return fmt.Errorf("the runner did not register: %w", err)
 		}
 	}

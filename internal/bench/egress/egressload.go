@@ -1,4 +1,4 @@
-package main
+package egress
 
 import (
 	"bufio"
@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/internal/bench/report"
 )
 
 // get sends a request to the server and checks the answer.
@@ -37,7 +38,7 @@ func (x *egressPath) get(ctx context.Context) (float64, error) {
 	if resp.StatusCode != http.StatusOK || n != 512 {
 		return 0, fmt.Errorf("%s: the server answered %s with %d bytes", x.name, resp.Status, n)
 	}
-	return since(start), nil
+	return report.Since(start), nil
 }
 
 // measureWays uses each way in turns: first with one client, then with several.
@@ -51,7 +52,7 @@ func (w *egressWorld) measureWays(ctx context.Context, cfg egressConfig, r *egre
 					return err
 				}
 				if round > 0 { // the first makes connections
-					x.seen.latency.add(took)
+					x.seen.latency.Add(took)
 				}
 			}
 		}
@@ -64,7 +65,7 @@ func (w *egressWorld) measureWays(ctx context.Context, cfg egressConfig, r *egre
 		}
 	}
 	for _, x := range w.ways {
-		out := egressWay{Way: x.name, LatencyMS: x.seen.latency.quantiles(), PerSecond: float64(x.seen.requests) / x.seen.seconds}
+		out := egressWay{Way: x.name, LatencyMS: x.seen.latency.Quantiles(), PerSecond: float64(x.seen.requests) / x.seen.seconds}
 		if x.proxy != nil {
 			out.ProxyCPU = x.seen.cpu / float64(x.seen.requests)
 		}
@@ -76,7 +77,7 @@ func (w *egressWorld) measureWays(ctx context.Context, cfg egressConfig, r *egre
 
 // sustain lets several clients send requests as fast as they can.
 func (x *egressPath) sustain(ctx context.Context, clients int, long time.Duration, warm int) error {
-	if _, err := together(clients, func(int) (samples, error) { // connections for all of them
+	if _, err := report.Together(clients, func(int) (report.Samples, error) { // connections for all of them
 		for range warm {
 			if _, err := x.get(ctx); err != nil {
 				return nil, err
@@ -91,7 +92,7 @@ func (x *egressPath) sustain(ctx context.Context, clients int, long time.Duratio
 		before = x.proxy.cpu()
 	}
 	start := time.Now()
-	got, err := sustained(clients, long, func() (float64, error) { return x.get(ctx) })
+	got, err := report.Sustained(clients, long, func() (float64, error) { return x.get(ctx) })
 	x.seen.requests += len(got)
 	x.seen.seconds += time.Since(start).Seconds()
 	if x.proxy != nil {
@@ -191,7 +192,7 @@ func (w *egressWorld) holdMany(ctx context.Context, n int, p *proxyProcess, at f
 	}()
 	const hands = 8
 	each := func(f func(i int) error) error {
-		_, err := together(hands, func(hand int) (samples, error) {
+		_, err := report.Together(hands, func(hand int) (report.Samples, error) {
 			for i := hand; i < n; i += hands {
 				if err := f(i); err != nil {
 					return nil, err
@@ -243,18 +244,18 @@ func (w *egressWorld) measureRules(ctx context.Context, cfg egressConfig, r *egr
 		}
 		start := time.Now()
 		err := w.client.SetRules(ctx, id, rules)
-		return since(start), err
+		return report.Since(start), err
 	}
-	for mode, to := range map[grant.Mode]*quantiles{"": &r.RulesMS, grant.ModeHeader: &r.GrantsMS} {
-		var times samples
+	for mode, to := range map[grant.Mode]*report.Quantiles{"": &r.RulesMS, grant.ModeHeader: &r.GrantsMS} {
+		var times report.Samples
 		for range cfg.changes {
 			took, err := change(mode)
 			if err != nil {
 				return err
 			}
-			times.add(took)
+			times.Add(took)
 		}
-		*to = times.quantiles()
+		*to = times.Quantiles()
 	}
 	return nil
 }
