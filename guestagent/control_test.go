@@ -64,7 +64,7 @@ func TestStates(t *testing.T) {
 			return a.call(guestapi.PathReseed, guestapi.ReseedRequest{Entropy: guesttest.Entropy(), Generation: g})
 		}
 	}
-	reseal := func(g string) func() error {
+	resealAs := func(g string) func() error {
 		return func() error { return a.call(guestapi.PathReseal, guesttest.ResealRequest(g)) }
 	}
 	release := func(g string) func() error {
@@ -76,8 +76,8 @@ func TestStates(t *testing.T) {
 		now  guestapi.State
 	}{
 		{reseed(boot), guestapi.CodeWrongState, guestapi.StateReleased},
-		{reseal("g1"), guestapi.CodeWrongState, guestapi.StateReleased},
-		{reseal(boot), guestapi.CodeAlreadySealed, guestapi.StateReleased},
+		{resealAs("g1"), guestapi.CodeWrongState, guestapi.StateReleased},
+		{resealAs(boot), guestapi.CodeAlreadySealed, guestapi.StateReleased},
 		{release(boot), "", guestapi.StateReleased}, // a repetition: the first answer may have been lost
 		{release("g1"), guestapi.CodeWrongGeneration, guestapi.StateReleased},
 		{quiesce(""), core.CodeInvalidField, guestapi.StateReleased},
@@ -87,22 +87,22 @@ func TestStates(t *testing.T) {
 		{release(boot), guestapi.CodeWrongState, guestapi.StateFrozen},
 		{reseed("g1"), guestapi.CodeWrongGeneration, guestapi.StateFrozen},
 		{reseed(boot), "", guestapi.StateFrozen},
-		{reseal("g1"), guestapi.CodeWrongState, guestapi.StateFrozen}, // after a reseed it is the captured machine itself
+		{resealAs("g1"), guestapi.CodeWrongState, guestapi.StateFrozen}, // after a reseed it is the captured machine itself
 		{quiesce("c1"), guestapi.CodeWrongState, guestapi.StateFrozen},
 		{release("g1"), guestapi.CodeWrongGeneration, guestapi.StateFrozen},
 		{release(boot), "", guestapi.StateReleased},
 		{quiesce("c2"), "", guestapi.StateFrozen},
-		{reseal("g1"), "", guestapi.StateQuarantined},
-		{reseal("g1"), guestapi.CodeAlreadySealed, guestapi.StateQuarantined},
-		{reseal("g2"), guestapi.CodeWrongState, guestapi.StateQuarantined},
+		{resealAs("g1"), "", guestapi.StateQuarantined},
+		{resealAs("g1"), guestapi.CodeAlreadySealed, guestapi.StateQuarantined},
+		{resealAs("g2"), guestapi.CodeWrongState, guestapi.StateQuarantined},
 		{reseed("g1"), guestapi.CodeWrongState, guestapi.StateQuarantined},
 		{quiesce("c3"), guestapi.CodeWrongState, guestapi.StateQuarantined},
 		{release(boot), guestapi.CodeWrongGeneration, guestapi.StateQuarantined},
 		{release("g1"), "", guestapi.StateReleased},
 		{quiesce("c3"), "", guestapi.StateFrozen},
-		{reseal(boot), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
-		{reseal("g1"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
-		{reseal("g3"), "", guestapi.StateQuarantined},
+		{resealAs(boot), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
+		{resealAs("g1"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
+		{resealAs("g3"), "", guestapi.StateQuarantined},
 		{release("g3"), "", guestapi.StateReleased},
 	} {
 		if err := step.do(); core.CodeOf(err) != step.want {

@@ -8,12 +8,6 @@ const (
 	CodeImageBuildFailed core.Code = "IMAGE_BUILD_FAILED"
 	// CodeImageCorrupt is an image in the store whose bytes do not match its digest.
 	CodeImageCorrupt core.Code = "IMAGE_CORRUPT"
-	// CodeInvalidTar is an archive that is not the root file system of a container.
-	CodeInvalidTar core.Code = "INVALID_TAR"
-	// CodeMissingProgram is a program that a build needs and the host lacks; the message names the package.
-	CodeMissingProgram core.Code = "MISSING_PROGRAM"
-	// CodeRootRequired is a build started by a user other than root.
-	CodeRootRequired core.Code = "ROOT_REQUIRED"
 )
 
 func corrupt(digest core.Digest, format string, a ...any) error {

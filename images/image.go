@@ -60,8 +60,8 @@ func loadImage(dir string, digest core.Digest) (Image, error) {
 	}
 	img := Image{
 		Digest: digest, Dir: dir,
-		Kernel: filepath.Join(dir, kernelFile), Initrd: filepath.Join(dir, initrdFile),
-		RootFS: filepath.Join(dir, rootFSFile), Overlay: filepath.Join(dir, overlayFile),
+		Kernel: filepath.Join(dir, KernelFile), Initrd: filepath.Join(dir, InitrdFile),
+		RootFS: filepath.Join(dir, RootFSFile), Overlay: filepath.Join(dir, OverlayFile),
 		Architecture: m.Architecture, RootFSType: m.RootFSType, KernelRelease: m.KernelRelease,
 		CommandLine: m.CommandLine, CreatedAt: info.ModTime(), Files: m.Files, Recipe: m.Recipe,
 	}
@@ -69,7 +69,7 @@ func loadImage(dir string, digest core.Digest) (Image, error) {
 		if err := checkSize(filepath.Join(dir, name), m.Files[name].SizeBytes); err != nil {
 			return Image{}, corrupt(digest, "%v", err)
 		}
-		if name != overlayFile {
+		if name != OverlayFile {
 			img.SizeBytes += m.Files[name].SizeBytes
 		}
 	}
@@ -91,8 +91,8 @@ func checkSize(path string, want int64) error {
 	return nil
 }
 
-// hashFile returns the digest and size of a file.
-func hashFile(path string) (File, error) {
+// HashFile returns the digest and size of a file.
+func HashFile(path string) (File, error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return File{}, err

@@ -8,21 +8,21 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Names of the files of an image, inside its directory.
+// The names of the files of an image, inside its directory.
 const (
 	manifestFile = "image.json"
-	kernelFile   = "vmlinuz"
-	initrdFile   = "initrd.img"
-	rootFSFile   = "rootfs.erofs"
-	overlayFile  = "overlay.ext4"
+	KernelFile   = "vmlinuz"
+	InitrdFile   = "initrd.img"
+	RootFSFile   = "rootfs.erofs"
+	OverlayFile  = "overlay.ext4"
 )
 
 // formatVersion is the layout of image.json. Fields are added without a new version, never renamed or reused.
 const formatVersion = 1
 
-// recipeVersion is increased whenever the same inputs would give other bytes. It is part of every cache key, so that a
+// RecipeVersion is increased whenever the same inputs would give other bytes. It is part of every cache key, so that a
 // part made by an older recipe is not reused.
-const recipeVersion = 1
+const RecipeVersion = 1
 
 // The sources of a root file system.
 const (
@@ -57,8 +57,8 @@ type Recipe struct {
 	Modules []string `json:"modules"`
 }
 
-// manifest is image.json.
-type manifest struct {
+// Manifest is image.json.
+type Manifest struct {
 	Format        int             `json:"format"`
 	Architecture  string          `json:"architecture"` // Debian's word: amd64, arm64
 	KernelRelease string          `json:"kernel_release"`
@@ -70,7 +70,7 @@ type manifest struct {
 
 // encode returns the canonical bytes, whose digest names the image. Struct fields keep their order and map keys are
 // sorted by encoding/json, so equal manifests have equal bytes.
-func (m manifest) encode() ([]byte, error) {
+func (m Manifest) encode() ([]byte, error) {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
 	e.SetEscapeHTML(false)
@@ -82,8 +82,8 @@ func (m manifest) encode() ([]byte, error) {
 }
 
 // decodeManifest reads image.json and checks what the rest of the package relies on.
-func decodeManifest(b []byte) (manifest, error) {
-	var m manifest
+func decodeManifest(b []byte) (Manifest, error) {
+	var m Manifest
 	if err := json.Unmarshal(b, &m); err != nil {
 		return m, fmt.Errorf("image.json: %w", err)
 	}
@@ -105,4 +105,4 @@ func decodeManifest(b []byte) (manifest, error) {
 	return m, nil
 }
 
-func imageFiles() []string { return []string{kernelFile, initrdFile, rootFSFile, overlayFile} }
+func imageFiles() []string { return []string{KernelFile, InitrdFile, RootFSFile, OverlayFile} }

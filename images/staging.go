@@ -3,16 +3,12 @@ package images
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
@@ -27,6 +23,46 @@ var (
 	afterDiscard  = failpoint.New("images.after_discard")  // a directory has lost its name, its files still exist
 )
 
+// Staging is the right to change a store, with a directory for what is not published yet. One process has it at a time.
+type Staging struct {
+	// Dir is a fresh directory in the store that only its owner may enter.
+	Dir    string
+	store  *Store
+	unlock func()
+}
+
+// Stage waits for the right to change the store, and removes what dead writers have left behind.
+func (s *Store) Stage(ctx context.Context) (*Staging, error) {
+	unlock, err := s.lock(ctx)
+	if err != nil {
+		return nil, err
+	}
+	err = s.cleanTemp()
+	var dir string
+	if err == nil {
+		dir, err = s.newTemp()
+	}
+	if err != nil {
+		unlock()
+		return nil, err
+	}
+	return &Staging{Dir: dir, store: s, unlock: unlock}, nil
+}
+
+// Close removes the directory and gives the right back.
+func (g *Staging) Close() error {
+	defer g.unlock()
+	return RemoveTree(g.Dir)
+}
+
+// Image returns the published image with a digest. Its name is empty.
+func (g *Staging) Image(digest core.Digest) (Image, error) {
+	return loadImage(g.store.imageDir(digest), digest)
+}
+
+// Name points a name at a published image.
+func (g *Staging) Name(name string, digest core.Digest) error { return g.store.writeName(name, digest) }
+
 // discard removes a directory of the store in two steps, so that a crash never leaves half of it under its old name.
 func (s *Store) discard(ctx context.Context, dir string) error {
 	tmp, err := s.newTemp()
@@ -34,12 +70,12 @@ func (s *Store) discard(ctx context.Context, dir string) error {
 		return err
 	}
 	if err := os.Rename(dir, filepath.Join(tmp, "gone")); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return errors.Join(err, removeTree(tmp))
+		return errors.Join(err, RemoveTree(tmp))
 	}
 	if err := errors.Join(atomicfile.SyncDir(s.dir), afterDiscard.Hit(ctx)); err != nil {
 		return err
 	}
-	return removeTree(tmp)
+	return RemoveTree(tmp)
 }
 
 // newTemp makes a fresh temporary directory that only its owner may enter: half-made trees hold setuid programs and
@@ -61,7 +97,7 @@ func (s *Store) cleanTemp() error {
 	var errs []error
 	for _, e := range entries {
 		if strings.HasPrefix(e.Name(), tempPrefix) {
-			errs = append(errs, removeTree(filepath.Join(s.dir, e.Name())))
+			errs = append(errs, RemoveTree(filepath.Join(s.dir, e.Name())))
 		}
 	}
 	for _, dir := range []string{namesDir, cacheDir} {
@@ -70,9 +106,9 @@ func (s *Store) cleanTemp() error {
 	return errors.Join(errs...)
 }
 
-// removeTree removes a directory, unless something is mounted inside: deleting through a bind mount of /dev would
+// RemoveTree removes a directory, unless something is mounted inside: deleting through a bind mount of /dev would
 // delete the host's.
-func removeTree(dir string) error {
+func RemoveTree(dir string) error {
 	mounts, err := mountsBelow(dir)
 	if err != nil {
 		return err
@@ -110,9 +146,11 @@ func mountsBelow(dir string) ([]string, error) {
 	return out, lines.Err()
 }
 
-// publish makes the finished files in out an image: it writes image.json, flushes everything and renames out to the
+// Publish makes the finished files in out an image: it writes image.json, flushes everything and renames out to the
 // name that its digest gives. An intact image with that digest is kept if it exists already.
-func (s *Store) publish(ctx context.Context, out string, m manifest) (Image, error) {
+func (g *Staging) Publish(ctx context.Context, out string, m Manifest) (Image, error) {
+	s := g.store
+	m.Format = formatVersion
 	raw, err := m.encode()
 	if err != nil {
 		return Image{}, err
@@ -126,7 +164,7 @@ func (s *Store) publish(ctx context.Context, out string, m manifest) (Image, err
 		return Image{}, err
 	}
 	for _, name := range imageFiles() {
-		if err := seal(filepath.Join(out, name)); err != nil {
+		if err := stageFile(filepath.Join(out, name)); err != nil {
 			return Image{}, err
 		}
 	}
@@ -150,8 +188,8 @@ func (s *Store) publish(ctx context.Context, out string, m manifest) (Image, err
 	return loadImage(dir, digest)
 }
 
-// seal makes a file read-only for everybody and flushes it.
-func seal(path string) error {
+// stageFile makes a file read-only for everybody and flushes it.
+func stageFile(path string) error {
 	f, err := os.Open(path)
 	if err != nil {
 		return err
@@ -161,117 +199,4 @@ func seal(path string) error {
 		return fmt.Errorf("flush %s: %w", filepath.Base(path), err)
 	}
 	return nil
-}
-
-// cacheKey is the digest of everything that a cached part depends on.
-func cacheKey(kind string, inputs any) (string, error) {
-	raw, err := json.Marshal(struct {
-		Recipe int    `json:"recipe"`
-		Kind   string `json:"kind"`
-		Inputs any    `json:"inputs"`
-	}{recipeVersion, kind, inputs})
-	if err != nil {
-		return "", fmt.Errorf("make a cache key: %w", err)
-	}
-	return kind + "-" + core.DigestOf(raw).Hex(), nil
-}
-
-// cacheGet reads the small JSON file of a cached fact; false when there is none or it cannot be read.
-func (s *Store) cacheGet(key string, v any) bool {
-	raw, err := os.ReadFile(filepath.Join(s.dir, cacheDir, key))
-	return err == nil && json.Unmarshal(raw, v) == nil
-}
-
-func (s *Store) cachePut(key string, v any) error {
-	raw, err := json.Marshal(v)
-	if err != nil {
-		return fmt.Errorf("cache %s: %w", key, err)
-	}
-	if err := atomicfile.Write(filepath.Join(s.dir, cacheDir, key), raw, 0o644); err != nil {
-		return fmt.Errorf("cache %s: %w", key, err)
-	}
-	return nil
-}
-
-// cacheAdopt publishes the directory dir as a cached part, replacing a damaged one, and returns its path.
-func (s *Store) cacheAdopt(ctx context.Context, key, dir string) (string, error) {
-	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		if err != nil || d.IsDir() {
-			return err
-		}
-		return seal(path)
-	})
-	if err != nil {
-		return "", fmt.Errorf("cache %s: %w", key, err)
-	}
-	to := filepath.Join(s.dir, cacheDir, key)
-	if _, err := os.Lstat(to); err == nil {
-		if err := s.discard(ctx, to); err != nil {
-			return "", err
-		}
-	}
-	if err := errors.Join(atomicfile.SyncDir(dir), atomicfile.Rename(dir, to)); err != nil {
-		return "", fmt.Errorf("cache %s: %w", key, err)
-	}
-	return to, nil
-}
-
-// pruneCache removes cached root file systems that no image uses (images have hard links to them), kernels that no
-// image was made from, except the newest, and facts about images that no longer exist.
-func (s *Store) pruneCache(ctx context.Context) error {
-	entries, err := os.ReadDir(filepath.Join(s.dir, cacheDir))
-	if err != nil {
-		return fmt.Errorf("prune image cache: %w", err)
-	}
-	keep := s.neededKernels(entries)
-	var errs []error
-	for _, e := range entries {
-		path := filepath.Join(s.dir, cacheDir, e.Name())
-		switch {
-		case strings.HasPrefix(e.Name(), kindKernel+"-"):
-			if !keep[e.Name()] {
-				errs = append(errs, s.discard(ctx, path))
-			}
-		case strings.HasPrefix(e.Name(), kindRootFS+"-"):
-			var st unix.Stat_t
-			if err := unix.Stat(filepath.Join(path, rootFSFile), &st); err == nil && st.Nlink > 1 {
-				continue
-			}
-			errs = append(errs, s.discard(ctx, path))
-		case strings.HasPrefix(e.Name(), kindBuild+"-"):
-			var fact buildFact
-			if s.cacheGet(e.Name(), &fact) {
-				if _, err := os.Lstat(s.imageDir(fact.Digest)); err == nil {
-					continue
-				}
-			}
-			errs = append(errs, os.Remove(path))
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// neededKernels returns the names of the cached kernels to keep: those that an image was made from, and the newest,
-// which the next image will have. While an image cannot be read, all are kept.
-func (s *Store) neededKernels(entries []fs.DirEntry) map[string]bool {
-	list, damaged := s.List()
-	used := map[string]bool{}
-	for _, img := range list {
-		used[img.Recipe.KernelPackage] = true
-	}
-	keep := map[string]bool{}
-	newest := ""
-	var newestAt time.Time
-	for _, e := range entries {
-		if !strings.HasPrefix(e.Name(), kindKernel+"-") {
-			continue
-		}
-		b, err := openBundle(filepath.Join(s.dir, cacheDir, e.Name()))
-		keep[e.Name()] = damaged != nil || err == nil && used[b.Kernel.String()]
-		if info, err := e.Info(); err == nil && info.ModTime().After(newestAt) {
-			newest, newestAt = e.Name(), info.ModTime()
-		}
-	}
-	keep[newest] = true
-	return keep
 }

@@ -18,6 +18,9 @@ import (
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 )
 
+// DefaultName is the name of an image when none is given.
+const DefaultName = "base"
+
 // Directories and prefixes inside a store.
 const (
 	namesDir     = "names"
@@ -230,7 +233,7 @@ func (s *Store) Verify(ctx context.Context, img Image) error {
 		if err := ctx.Err(); err != nil {
 			return context.Cause(ctx)
 		}
-		got, err := hashFile(filepath.Join(fresh.Dir, name))
+		got, err := HashFile(filepath.Join(fresh.Dir, name))
 		if err != nil {
 			return fmt.Errorf("verify image %s: %w", img.Digest.Short(), err)
 		}

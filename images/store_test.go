@@ -34,26 +34,18 @@ func openStore(t *testing.T) *Store {
 
 // publishFake publishes an image of four small files, by the same steps as a build.
 func publishFake(ctx context.Context, s *Store, name, content string) (_ Image, err error) {
-	unlock, err := s.lock(ctx)
+	staging, err := s.Stage(ctx)
 	if err != nil {
 		return Image{}, err
 	}
-	defer unlock()
-	if err := s.cleanTemp(); err != nil {
-		return Image{}, err
-	}
-	tmp, err := s.newTemp()
-	if err != nil {
-		return Image{}, err
-	}
-	defer func() { err = errors.Join(err, removeTree(tmp)) }()
-	out := filepath.Join(tmp, "out")
+	defer func() { err = errors.Join(err, staging.Close()) }()
+	out := filepath.Join(staging.Dir, "out")
 	if err := os.Mkdir(out, 0o700); err != nil {
 		return Image{}, err
 	}
-	m := manifest{
-		Format: formatVersion, Architecture: "amd64", KernelRelease: "6.1.0-test", CommandLine: "quiet", RootFSType: rootFSType,
-		Files: map[string]File{}, Recipe: Recipe{Version: recipeVersion, Source: SourceDebian, KernelPackage: "k=1"},
+	m := Manifest{
+		Architecture: "amd64", KernelRelease: "6.1.0-test", CommandLine: "quiet", RootFSType: "erofs",
+		Files: map[string]File{}, Recipe: Recipe{Version: RecipeVersion, Source: SourceDebian, KernelPackage: "k=1"},
 	}
 	for _, file := range imageFiles() {
 		text := []byte(file + " of " + content)
@@ -62,12 +54,12 @@ func publishFake(ctx context.Context, s *Store, name, content string) (_ Image, 
 		}
 		m.Files[file] = File{core.DigestOf(text), int64(len(text))}
 	}
-	img, err := s.publish(ctx, out, m)
+	img, err := staging.Publish(ctx, out, m)
 	if err != nil {
 		return Image{}, err
 	}
 	img.Name = name
-	return img, s.writeName(name, img.Digest)
+	return img, staging.Name(name, img.Digest)
 }
 
 func mustPublish(t *testing.T, s *Store, name, content string) Image {
@@ -412,7 +404,7 @@ func TestWritersWaitForEachOther(t *testing.T) {
 
 func TestManifestEncodingIsStable(t *testing.T) {
 	t.Parallel()
-	m := manifest{
+	m := Manifest{
 		Format: 1, Architecture: "amd64", KernelRelease: "6.1.0-1-cloud-amd64", CommandLine: "console=ttyS0 a<b>&c", RootFSType: "erofs",
 		Files: map[string]File{},
 		Recipe: Recipe{

@@ -20,7 +20,6 @@ var large = map[string]struct {
 }{
 	"controller":          {6965, "operations and the fleet are the candidates for packages"},
 	"controller/postgres": {7150, "one adapter has the statements of all packages of the controller"},
-	"images":              {4050, "building images and storing them; the store is the candidate for a package"},
 	"internal/bench":      {7070, "its reports and tables are to become a package"},
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testvm"
 )
@@ -44,10 +45,10 @@ func program(t *testing.T, pkg string) string {
 		}
 		builds.dir, builds.done = dir, map[string]func() (string, error){}
 	}
-	build, ok := builds.done[pkg]
+	compile, ok := builds.done[pkg]
 	if !ok {
 		out := filepath.Join(builds.dir, filepath.Base(pkg))
-		build = sync.OnceValues(func() (string, error) {
+		compile = sync.OnceValues(func() (string, error) {
 			cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", out, "github.com/coppice-dev/coppice/"+pkg)
 			cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 			if log, err := cmd.CombinedOutput(); err != nil {
@@ -55,10 +56,10 @@ func program(t *testing.T, pkg string) string {
 			}
 			return out, nil
 		})
-		builds.done[pkg] = build
+		builds.done[pkg] = compile
 	}
 	builds.mu.Unlock()
-	path, err := build()
+	path, err := compile()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -115,9 +116,9 @@ func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 		packages = append(packages, demoPackage)
 	}
 	store := imageStore(t)
-	img, err := images.Build(t.Context(), store, images.Options{
+	img, err := build.Image(t.Context(), store, build.Options{
 		Name: name, AgentBinary: program(t, agent), Packages: packages, Log: &tail{t: t},
-		Progress: func(e images.Event) {
+		Progress: func(e build.Event) {
 			if e.Done {
 				t.Logf("image %s: %s %s (%.1f s)", name, e.Stage, e.Msg, e.Duration.Seconds())
 			}
@@ -157,7 +158,7 @@ func needVM(t *testing.T) {
 	boundTime(t)
 	require.Root(t)
 	_, err := exec.LookPath("qemu-system-x86_64")
-	require.That(t, "vm", err == nil && (testvm.Prepared() != "" || len(images.MissingPrograms()) == 0), "make setup")
+	require.That(t, "vm", err == nil && (testvm.Prepared() != "" || len(build.MissingPrograms()) == 0), "make setup")
 }
 
 // patienceOfATest is how long a test may take before the run ends with its name. The slowest takes two minutes on two cores.

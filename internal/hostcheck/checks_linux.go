@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -280,7 +280,7 @@ func postgres(hint string) Check {
 func imageTools(context.Context) Result {
 	const name = "image-tools"
 	var names, packages []string
-	for _, p := range images.MissingPrograms() {
+	for _, p := range build.MissingPrograms() {
 		names = append(names, p.Name)
 		packages = append(packages, p.Package)
 	}

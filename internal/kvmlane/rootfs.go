@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 )
 
 // rootFS is what the machine boots from.
@@ -58,7 +58,7 @@ func readRecipe(ctx context.Context, dir string, log io.Writer) (recipe, error) 
 	if runtime.GOARCH != "amd64" {
 		return recipe{}, core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the lane emulates AMD's virtualisation, and its machine's packages are taken from this host, which is %s", runtime.GOARCH)
 	}
-	suite, archives, err := images.HostArchives(ctx, dir)
+	suite, archives, err := build.HostArchives(ctx, dir)
 	if err != nil {
 		return recipe{}, err
 	}
@@ -84,12 +84,12 @@ func readRecipe(ctx context.Context, dir string, log io.Writer) (recipe, error) 
 		}
 		break
 	}
-	r.Sources = string(images.Deb822(archives))
+	r.Sources = string(build.Deb822(archives))
 	return r, nil
 }
 
 // look finds out whether an archive can be had, and has the kernel. apt verifies its signature.
-func look(ctx context.Context, dir string, a images.Archive) (has bool, err error) {
+func look(ctx context.Context, dir string, a build.Archive) (has bool, err error) {
 	private := filepath.Join(dir, "look")
 	sources := filepath.Join(private, "lane.sources")
 	for _, d := range []string{"lists/partial", "cache/archives/partial"} {
@@ -97,7 +97,7 @@ func look(ctx context.Context, dir string, a images.Archive) (has bool, err erro
 			return false, err
 		}
 	}
-	if err := os.WriteFile(sources, images.Deb822([]images.Archive{a}), 0o600); err != nil {
+	if err := os.WriteFile(sources, build.Deb822([]build.Archive{a}), 0o600); err != nil {
 		return false, err
 	}
 	options := []string{
@@ -174,7 +174,7 @@ func buildRoot(ctx context.Context, r recipe, cache, dir string, log io.Writer) 
 	if err != nil || len(found) != 1 {
 		return errors.Join(fmt.Errorf("the machine has %d kernels instead of one", len(found)), err)
 	}
-	if err := images.KernelOfTree(ctx, tree, filepath.Base(found[0]), filepath.Join(part, "kernel")); err != nil {
+	if err := build.KernelOfTree(ctx, tree, filepath.Base(found[0]), filepath.Join(part, "kernel")); err != nil {
 		return err
 	}
 	if err := takeEmulator(ctx, tree, filepath.Join(part, emulatorDir)); err != nil {
@@ -236,7 +236,7 @@ func makeDisk(ctx context.Context, tree, disk string, sizeMiB int) error {
 const guestProgram = "github.com/coppice-dev/coppice/internal/kvmlane/guest"
 
 func openRoot(ctx context.Context, r recipe, dir, tmp string) (rootFS, error) {
-	k, err := images.OpenKernel(filepath.Join(dir, "kernel"))
+	k, err := build.OpenKernel(filepath.Join(dir, "kernel"))
 	if err != nil {
 		return rootFS{}, err
 	}

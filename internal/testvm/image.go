@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
@@ -27,7 +28,7 @@ func Image(t testing.TB) (*images.Store, images.Image) {
 			built.store, built.image, built.err = PreparedStore(dir)
 			return
 		}
-		built.store, built.image, built.err = buildImage(build(t, guestAgent))
+		built.store, built.image, built.err = buildImage(program(t, guestAgent))
 	})
 	require.That(t, Requirement, built.err == nil, fmt.Sprintf("%s; without it: %v", cure, built.err))
 	return built.store, built.image
@@ -48,7 +49,7 @@ func buildImage(agent string) (*images.Store, images.Image, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
 	defer cancel()
-	img, err := images.Build(ctx, store, images.Options{AgentBinary: agent})
+	img, err := build.Image(ctx, store, build.Options{AgentBinary: agent})
 	if err != nil {
 		return nil, images.Image{}, err
 	}

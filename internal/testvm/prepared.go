@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 )
 
 // PreparedVariable names a directory that Prepare has made, for machines without the go command and a network: there,
@@ -40,8 +41,8 @@ func PreparedStore(dir string) (*images.Store, images.Image, error) {
 	return store, img, err
 }
 
-func preparedKernel(dir string) (images.Kernel, error) {
-	return images.OpenKernel(filepath.Join(dir, "kernel"))
+func preparedKernel(dir string) (build.Kernel, error) {
+	return build.OpenKernel(filepath.Join(dir, "kernel"))
 }
 
 // Prepare puts into a new directory the real image, its kernel, the guest of package vmmtest and the named main packages of
@@ -56,7 +57,7 @@ func Prepare(ctx context.Context, dir string, packages ...string) error {
 	if err != nil {
 		return err
 	}
-	k, err := images.FetchKernel(ctx, store, nil)
+	k, err := build.FetchKernel(ctx, store, nil)
 	if err != nil {
 		return err
 	}
@@ -67,7 +68,7 @@ func Prepare(ctx context.Context, dir string, packages ...string) error {
 	if err != nil {
 		return err
 	}
-	img, err := images.Build(ctx, store, images.Options{AgentBinary: agent})
+	img, err := build.Image(ctx, store, build.Options{AgentBinary: agent})
 	if err != nil {
 		return err
 	}

@@ -19,6 +19,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
@@ -57,24 +58,24 @@ func QEMU(t testing.TB, binary string) string {
 }
 
 // Kernel returns the kernel that a newly built guest image would have.
-func Kernel(t testing.TB) images.Kernel {
+func Kernel(t testing.TB) build.Kernel {
 	t.Helper()
 	k, err := kernel()
 	require.That(t, Requirement, err == nil, fmt.Sprintf("%s; without it: %v", cure, err))
 	return k
 }
 
-var kernel = sync.OnceValues(func() (images.Kernel, error) {
+var kernel = sync.OnceValues(func() (build.Kernel, error) {
 	if dir := Prepared(); dir != "" {
 		return preparedKernel(dir)
 	}
 	store, err := openStore()
 	if err != nil {
-		return images.Kernel{}, err
+		return build.Kernel{}, err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute)
 	defer cancel()
-	return images.FetchKernel(ctx, store, nil)
+	return build.FetchKernel(ctx, store, nil)
 })
 
 // Guest returns the machine with which package vmmtest tests drivers.
@@ -87,15 +88,15 @@ func Guest(t testing.TB) Machine {
 func Boot(t testing.TB, pkg string) Machine {
 	t.Helper()
 	k := Kernel(t)
-	m, err := pack(k, build(t, pkg))
+	m, err := pack(k, program(t, pkg))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return m
 }
 
-// build builds a main package of this module for the guest, or returns the prepared program.
-func build(t testing.TB, pkg string) string {
+// program builds a main package of this module for the guest, or returns the prepared program.
+func program(t testing.TB, pkg string) string {
 	t.Helper()
 	if dir := Prepared(); dir != "" {
 		path, err := PreparedProgram(dir, pkg)
@@ -112,7 +113,7 @@ func build(t testing.TB, pkg string) string {
 }
 
 // pack writes the initrd into the cache, unless it is there.
-func pack(k images.Kernel, binary string) (Machine, error) {
+func pack(k build.Kernel, binary string) (Machine, error) {
 	raw, err := os.ReadFile(binary)
 	if err != nil {
 		return Machine{}, err

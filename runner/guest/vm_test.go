@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/runner/guest"
 )
@@ -45,7 +46,7 @@ var vmImage = sync.OnceValues(func() (images.Image, error) {
 	if err != nil {
 		return images.Image{}, err
 	}
-	return images.Build(context.Background(), store, images.Options{Name: "guest-test", AgentBinary: agent})
+	return build.Image(context.Background(), store, build.Options{Name: "guest-test", AgentBinary: agent})
 })
 
 // vm is a QEMU process with our guest.
@@ -72,7 +73,7 @@ func startVM(t *testing.T, o vmOptions) *vm {
 	t.Helper()
 	require.Root(t)
 	qemu, err := exec.LookPath("qemu-system-x86_64")
-	require.That(t, "vm", err == nil && runtime.GOARCH == "amd64" && len(images.MissingPrograms()) == 0, "make setup")
+	require.That(t, "vm", err == nil && runtime.GOARCH == "amd64" && len(build.MissingPrograms()) == 0, "make setup")
 	img, err := vmImage()
 	if err != nil {
 		t.Fatal(err)

@@ -12,7 +12,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
@@ -30,7 +30,7 @@ func Make(tb testing.TB, path string, size int64, from string) {
 	if err := f.Close(); err != nil {
 		tb.Fatal(err)
 	}
-	args := images.OverlayArgs()
+	args := build.OverlayArgs()
 	if from != "" {
 		args = append(args, "-d", from)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 	"github.com/coppice-dev/coppice/internal/cli/render"
@@ -31,7 +32,7 @@ func NewImageCommand(a *cli.App) *cobra.Command {
 }
 
 func newImageBuildCommand(a *cli.App, dir *string) *cobra.Command {
-	var o images.Options
+	var o build.Options
 	var env []string
 	var verbose bool
 	c := &cobra.Command{
@@ -58,9 +59,9 @@ changed, the command returns the existing image.`,
 				o.Log = a.Stderr
 			}
 			if !a.JSON {
-				o.Progress = func(e images.Event) { fmt.Fprintln(a.Stderr, buildStep(e)) }
+				o.Progress = func(e build.Event) { fmt.Fprintln(a.Stderr, buildStep(e)) }
 			}
-			img, err := images.Build(c.Context(), store, o)
+			img, err := build.Image(c.Context(), store, o)
 			if err != nil {
 				return err
 			}
@@ -98,7 +99,7 @@ func agentBinary(path string) (string, error) {
 	return filepath.Abs(path)
 }
 
-func buildStep(e images.Event) string {
+func buildStep(e build.Event) string {
 	if e.Done {
 		return fmt.Sprintf("%-8s %s (%.1f s)", e.Stage, e.Msg, e.Duration.Seconds())
 	}

@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"context"
@@ -15,10 +15,8 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
-
-// DefaultName is the name of an image when none is given.
-const DefaultName = "base"
 
 // BasePackages are the packages of every Debian image in addition to the essential ones.
 func BasePackages() []string {
@@ -27,7 +25,7 @@ func BasePackages() []string {
 
 // Options say what to build.
 type Options struct {
-	// Name under which the image is published; DefaultName if empty.
+	// Name under which the image is published; images.DefaultName if empty.
 	Name string
 	// AgentBinary is the path of the guest agent: a static executable, the guest's first program.
 	AgentBinary string
@@ -59,46 +57,38 @@ type Event struct {
 	Done     bool
 }
 
-// Build makes an image, publishes it in the store and points the name at it. If none of its inputs has changed, it
+// Image makes an image, publishes it in the store and points the name at it. If none of its inputs has changed, it
 // returns the existing image at once; parts that did not change are reused. It needs root.
 //
 // After an error or a cancellation nothing is published; a killed build leaves a temporary directory, which the next
 // one removes. Concurrent builds in one store wait for each other.
-func Build(ctx context.Context, store *Store, o Options) (Image, error) {
+func Image(ctx context.Context, store *images.Store, o Options) (images.Image, error) {
 	o, err := o.validate()
 	if err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
 	if os.Geteuid() != 0 {
-		return Image{}, core.Errorf(core.PermissionDenied, CodeRootRequired,
+		return images.Image{}, core.Errorf(core.PermissionDenied, CodeRootRequired,
 			"building an image needs root, to keep the owners and set-user-id bits of its files; cure: run the same command with sudo")
 	}
-	source := SourceDebian
+	source := images.SourceDebian
 	if o.FromTar != "" {
-		source = SourceTar
+		source = images.SourceTar
 	}
 	if err := checkPrograms(source); err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
-	unlock, err := store.lock(ctx)
+	staging, err := store.Stage(ctx)
 	if err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
-	defer unlock()
-	if err := store.cleanTemp(); err != nil {
-		return Image{}, err
-	}
-	tmp, err := store.newTemp()
-	if err != nil {
-		return Image{}, err
-	}
-	b := &builder{store: store, o: o, source: source, tmp: tmp}
+	b := &builder{store: staging, o: o, source: source, tmp: staging.Dir}
 	if o.Log != nil {
 		b.log = &lockedWriter{w: o.Log}
 	}
 	img, err := b.build(ctx)
-	if err = errors.Join(err, removeTree(tmp)); err != nil {
-		return Image{}, err
+	if err = errors.Join(err, staging.Close()); err != nil {
+		return images.Image{}, err
 	}
 	img.Name = o.Name
 	return img, nil
@@ -108,7 +98,7 @@ var packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+$`)
 
 func (o Options) validate() (Options, error) {
 	if o.Name == "" {
-		o.Name = DefaultName
+		o.Name = images.DefaultName
 	}
 	if err := core.ValidateName("image", o.Name); err != nil {
 		return o, err
@@ -136,7 +126,7 @@ func (o Options) validate() (Options, error) {
 
 // builder is one build. Its stages may run at the same time.
 type builder struct {
-	store  *Store
+	store  *images.Staging // nil: nothing is published
 	o      Options
 	source string
 	tmp    string
@@ -146,63 +136,58 @@ type builder struct {
 	progressMu sync.Mutex // one call of Progress at a time
 }
 
-// buildFact is the cached result of a whole build.
-type buildFact struct {
-	Digest core.Digest `json:"digest"`
-}
-
 // resolution is the answer of the host's indexes about the packages and the kernel.
 type resolution struct {
-	Packages []string      `json:"packages,omitempty"`
-	Kernel   kernelPackage `json:"kernel"`
+	Packages []string             `json:"packages,omitempty"`
+	Kernel   images.KernelPackage `json:"kernel"`
 }
 
-func (b *builder) build(ctx context.Context) (Image, error) {
+func (b *builder) build(ctx context.Context) (images.Image, error) {
 	aptDir := filepath.Join(b.tmp, "apt")
 	if err := os.Mkdir(aptDir, 0o700); err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
 	var err error
 	if b.apt, err = readAptConfig(ctx, b.o.Suite, aptDir, b.log); err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
 	if err := checkAgent(b.o.AgentBinary, b.apt.arch); err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
-	agent, err := hashFile(b.o.AgentBinary)
+	agent, err := images.HashFile(b.o.AgentBinary)
 	if err != nil {
-		return Image{}, fmt.Errorf("read the guest agent: %w", err)
+		return images.Image{}, fmt.Errorf("read the guest agent: %w", err)
 	}
 	resolved, err := b.resolve(ctx)
 	if err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
 	input, err := b.rootInput(ctx, resolved)
 	if err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
-	key, err := cacheKey(kindBuild, []any{input, resolved.Kernel, guestModules, agent, b.apt.arch, commandLine(b.apt.arch), OverlayArgs(), overlayMountOptions})
+	key, err := images.CacheKey(images.KindBuild, []any{input, resolved.Kernel, guestModules, agent, b.apt.arch, commandLine(b.apt.arch), OverlayArgs(), overlayMountOptions})
 	if err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
-	var fact buildFact
+	var fact images.BuildFact
 	// Without a digest the archive is a stream: its content is known only after it was unpacked.
-	if known := b.source == SourceDebian || input.TarDigest != ""; known && !b.o.Rebuild && b.store.cacheGet(key, &fact) {
-		if img, err := loadImage(b.store.imageDir(fact.Digest), fact.Digest); err == nil {
+	if known := b.source == images.SourceDebian || input.TarDigest != ""; known && !b.o.Rebuild && b.store.CacheGet(key, &fact) {
+		if img, err := b.store.Image(fact.Digest); err == nil {
 			b.note("cached", "nothing changed since "+img.Digest.Short()+" was built")
-			return img, b.store.writeName(b.o.Name, img.Digest)
+			return img, b.store.Name(b.o.Name, img.Digest)
 		}
 	}
 	img, err := b.assemble(ctx, input, resolved, agent)
 	if err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
-	if b.source == SourceDebian || input.TarDigest != "" {
-		if err := b.store.cachePut(key, buildFact{img.Digest}); err != nil {
-			return Image{}, err
+	if b.source == images.SourceDebian || input.TarDigest != "" {
+		if err := b.store.CachePut(key, images.BuildFact{Digest: img.Digest}); err != nil {
+			return images.Image{}, err
 		}
 	}
-	return img, b.store.writeName(b.o.Name, img.Digest)
+	return img, b.store.Name(b.o.Name, img.Digest)
 }
 
 // resolve finds the versions of everything from Debian. The answer is cached while the host's indexes stay unchanged:
@@ -213,45 +198,45 @@ func (b *builder) resolve(ctx context.Context) (resolution, error) {
 		return resolution{}, err
 	}
 	packages := b.o.Packages
-	if b.source == SourceTar {
+	if b.source == images.SourceTar {
 		packages = nil
 	}
-	key, err := cacheKey(kindResolve, []any{state, b.source, packages})
+	key, err := images.CacheKey(images.KindResolve, []any{state, b.source, packages})
 	if err != nil {
 		return resolution{}, err
 	}
 	var r resolution
-	if !b.o.Rebuild && b.store.cacheGet(key, &r) {
+	if !b.o.Rebuild && b.store.CacheGet(key, &r) {
 		return r, nil
 	}
 	if r.Kernel, err = b.apt.newestKernel(ctx); err != nil {
 		return r, err
 	}
-	if b.source == SourceDebian {
+	if b.source == images.SourceDebian {
 		if r.Packages, err = b.apt.resolve(ctx, packages); err != nil {
 			return r, err
 		}
 	}
-	return r, b.store.cachePut(key, r)
+	return r, b.store.CachePut(key, r)
 }
 
 // assemble makes what is not cached and publishes the image.
-func (b *builder) assemble(ctx context.Context, input rootInput, resolved resolution, agent File) (Image, error) {
+func (b *builder) assemble(ctx context.Context, input rootInput, resolved resolution, agent images.File) (images.Image, error) {
 	out := filepath.Join(b.tmp, "out")
 	if err := os.Mkdir(out, 0o700); err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
-	recipe := Recipe{Version: recipeVersion, Source: b.source, KernelPackage: resolved.Kernel.String(), AgentDigest: agent.Digest}
-	m := manifest{
-		Format: formatVersion, Architecture: b.apt.arch, KernelRelease: resolved.Kernel.release(),
-		CommandLine: commandLine(b.apt.arch), RootFSType: rootFSType, Files: map[string]File{},
+	recipe := images.Recipe{Version: images.RecipeVersion, Source: b.source, KernelPackage: resolved.Kernel.String(), AgentDigest: agent.Digest}
+	m := images.Manifest{
+		Architecture: b.apt.arch, KernelRelease: resolved.Kernel.Release(),
+		CommandLine: commandLine(b.apt.arch), RootFSType: rootFSType, Files: map[string]images.File{},
 	}
 	group, groupCtx := errgroup.WithContext(ctx)
 	var facts rootFacts
-	var overlay File
+	var overlay images.File
 	group.Go(func() error {
 		var err error
-		facts, err = b.rootFS(groupCtx, input, filepath.Join(out, rootFSFile))
+		facts, err = b.rootFS(groupCtx, input, filepath.Join(out, images.RootFSFile))
 		return err
 	})
 	group.Go(func() error {
@@ -260,41 +245,41 @@ func (b *builder) assemble(ctx context.Context, input rootInput, resolved resolu
 		if err != nil {
 			return err
 		}
-		overlay, err = b.makeOverlay(groupCtx, filepath.Join(out, overlayFile))
+		overlay, err = b.makeOverlay(groupCtx, filepath.Join(out, images.OverlayFile))
 		return err
 	})
 	if err := group.Wait(); err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
 	recipe.Suite, recipe.Requested, recipe.Packages, recipe.TarDigest = input.Suite, input.Requested, facts.Packages, facts.TarDigest
 	m.Recipe = recipe
 	done := b.stage("publish", "hashing and flushing")
-	m.Files[rootFSFile], m.Files[overlayFile] = facts.File, overlay
-	for _, name := range []string{kernelFile, initrdFile} {
-		f, err := hashFile(filepath.Join(out, name))
+	m.Files[images.RootFSFile], m.Files[images.OverlayFile] = facts.File, overlay
+	for _, name := range []string{images.KernelFile, images.InitrdFile} {
+		f, err := images.HashFile(filepath.Join(out, name))
 		if err != nil {
-			return Image{}, err
+			return images.Image{}, err
 		}
 		m.Files[name] = f
 	}
-	img, err := b.store.publish(ctx, out, m)
+	img, err := b.store.Publish(ctx, out, m)
 	if err != nil {
-		return Image{}, err
+		return images.Image{}, err
 	}
 	done("published " + img.Digest.Short())
 	return img, nil
 }
 
-func (b *builder) kernelAndInitrd(ctx context.Context, pkg kernelPackage, out string) (modules []string, err error) {
+func (b *builder) kernelAndInitrd(ctx context.Context, pkg images.KernelPackage, out string) (modules []string, err error) {
 	bundle, err := b.kernel(ctx, pkg, b.tmp)
 	if err != nil {
 		return nil, err
 	}
-	if err := os.Link(bundle.vmlinuz(), filepath.Join(out, kernelFile)); err != nil {
+	if err := os.Link(bundle.Path(), filepath.Join(out, images.KernelFile)); err != nil {
 		return nil, err
 	}
 	done := b.stage("initrd", "writing the initrd")
-	if err := writeInitrd(filepath.Join(out, initrdFile), b.o.AgentBinary, bundle); err != nil {
+	if err := writeInitrd(filepath.Join(out, images.InitrdFile), b.o.AgentBinary, bundle); err != nil {
 		return nil, err
 	}
 	done(fmt.Sprintf("wrote the initrd with %d modules", len(bundle.Modules)))

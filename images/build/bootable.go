@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"context"
@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+
+	"github.com/coppice-dev/coppice/images"
 )
 
 // Kernel is a guest kernel with the modules that a guest loads, for programs that boot a kernel without an image.
@@ -15,29 +17,22 @@ type Kernel struct {
 	Release     string // the output of uname -r
 	VMLinuz     string // absolute path; its directory has all files of the kernel
 	CommandLine string // the same as that of an image
-	bundle      kernelBundle
+	bundle      images.KernelBundle
 }
 
 // FetchKernel returns the kernel that an image built now would have: from the store's cache, or downloaded and unpacked,
 // never installed. It needs no root.
-func FetchKernel(ctx context.Context, store *Store, log io.Writer) (_ Kernel, err error) {
-	if err := checkPrograms(SourceTar); err != nil {
+func FetchKernel(ctx context.Context, store *images.Store, log io.Writer) (_ Kernel, err error) {
+	if err := checkPrograms(images.SourceTar); err != nil {
 		return Kernel{}, err
 	}
-	unlock, err := store.lock(ctx)
+	staging, err := store.Stage(ctx)
 	if err != nil {
 		return Kernel{}, err
 	}
-	defer unlock()
-	if err := store.cleanTemp(); err != nil {
-		return Kernel{}, err
-	}
-	tmp, err := store.newTemp()
-	if err != nil {
-		return Kernel{}, err
-	}
-	defer func() { err = errors.Join(err, removeTree(tmp)) }()
-	b := &builder{store: store, source: SourceTar, tmp: tmp}
+	defer func() { err = errors.Join(err, staging.Close()) }()
+	tmp := staging.Dir
+	b := &builder{store: staging, source: images.SourceTar, tmp: tmp}
 	if log != nil {
 		b.log = &lockedWriter{w: log}
 	}
@@ -57,7 +52,7 @@ func FetchKernel(ctx context.Context, store *Store, log io.Writer) (_ Kernel, er
 		return Kernel{}, err
 	}
 	return Kernel{
-		Release: resolved.Kernel.release(), VMLinuz: bundle.vmlinuz(), CommandLine: commandLine(b.apt.arch), bundle: bundle,
+		Release: resolved.Kernel.Release(), VMLinuz: bundle.Path(), CommandLine: commandLine(b.apt.arch), bundle: bundle,
 	}, nil
 }
 
@@ -70,8 +65,8 @@ func (k Kernel) WriteInitrd(file, program string) error {
 // KernelOfTree moves the kernel of an unpacked Debian tree, with the modules that a guest loads, into a new directory,
 // from which OpenKernel reads it. It is for machines that are not guests but boot like one.
 func KernelOfTree(ctx context.Context, tree, release, dir string) error {
-	b := &builder{source: SourceTar}
-	if err := b.makeBundle(ctx, kernelPackage{Package: "linux-image-" + release}, tree, dir); err != nil {
+	b := &builder{source: images.SourceTar}
+	if err := b.makeBundle(ctx, images.KernelPackage{Package: "linux-image-" + release}, tree, dir); err != nil {
 		return fmt.Errorf("unpack kernel %s: %w", release, err)
 	}
 	return nil
@@ -80,11 +75,11 @@ func KernelOfTree(ctx context.Context, tree, release, dir string) error {
 // OpenKernel returns the kernel in a directory that KernelOfTree has filled, or in a copy of a directory of
 // FetchKernel.
 func OpenKernel(dir string) (Kernel, error) {
-	bundle, err := openBundle(dir)
+	bundle, err := images.OpenBundle(dir)
 	if err != nil {
 		return Kernel{}, err
 	}
 	return Kernel{
-		Release: bundle.Kernel.release(), VMLinuz: bundle.vmlinuz(), CommandLine: commandLine(runtime.GOARCH), bundle: bundle,
+		Release: bundle.Kernel.Release(), VMLinuz: bundle.Path(), CommandLine: commandLine(runtime.GOARCH), bundle: bundle,
 	}, nil
 }

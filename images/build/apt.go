@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"bufio"
@@ -17,6 +17,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
 
 // debianOrigin is the Origin that Debian's archives and their mirrors declare. Other archives on the host (a
@@ -68,7 +69,7 @@ func readAptConfig(ctx context.Context, suite, dir string, log io.Writer) (*aptC
 	a := &aptConfig{suite: suite, arch: strings.TrimSpace(arch), dir: dir, log: log}
 	a.parseTargets(targets)
 	if len(a.sources) == 0 {
-		return nil, core.Errorf(core.FailedPrecondition, CodeImageBuildFailed,
+		return nil, core.Errorf(core.FailedPrecondition, images.CodeImageBuildFailed,
 			"this host's apt has no package index of Debian %s for %s; cure: add a Debian archive of that suite to the host's apt sources, then run apt-get update", suite, a.arch)
 	}
 	if err := os.WriteFile(a.sourcesFile(), a.deb822(), 0o600); err != nil {
@@ -261,7 +262,7 @@ func (a *aptConfig) indexState() ([]string, error) {
 	for _, path := range a.indexes {
 		info, err := os.Stat(path)
 		if errors.Is(err, fs.ErrNotExist) {
-			return nil, core.Errorf(core.FailedPrecondition, CodeImageBuildFailed,
+			return nil, core.Errorf(core.FailedPrecondition, images.CodeImageBuildFailed,
 				"this host's apt has not fetched the index %s; cure: apt-get update", filepath.Base(path))
 		}
 		if err != nil {
@@ -286,7 +287,7 @@ func (a *aptConfig) resolve(ctx context.Context, requested []string) ([]string, 
 		out = append(out, m[1]+"="+m[2])
 	}
 	if len(out) == 0 {
-		return nil, core.Errorf(core.FailedPrecondition, CodeImageBuildFailed, "apt resolved the packages to nothing; cure: apt-get update")
+		return nil, core.Errorf(core.FailedPrecondition, images.CodeImageBuildFailed, "apt resolved the packages to nothing; cure: apt-get update")
 	}
 	slices.Sort(out)
 	return out, nil

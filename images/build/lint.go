@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"fmt"
@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
 
 // Finding is something in a root file system that a guest should not have, or something that is missing.
@@ -99,7 +100,7 @@ func lintTree(dir, source string, warn func(string)) error {
 	}
 	bad := slices.Collect(func(yield func(string) bool) {
 		for _, f := range found {
-			if f.Fatal || source == SourceDebian {
+			if f.Fatal || source == images.SourceDebian {
 				if !yield(f.String()) {
 					return
 				}
@@ -111,7 +112,7 @@ func lintTree(dir, source string, warn func(string)) error {
 	if len(bad) == 0 {
 		return nil
 	}
-	return core.Errorf(core.FailedPrecondition, CodeImageBuildFailed, "the root file system is not fit for a guest: %s", core.Clip(strings.Join(bad, "; ")))
+	return core.Errorf(core.FailedPrecondition, images.CodeImageBuildFailed, "the root file system is not fit for a guest: %s", core.Clip(strings.Join(bad, "; ")))
 }
 
 // newestShipped returns the newest modification time (Unix seconds) in the tree that is not from the build itself,

@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
 
 // rootInput is everything that a root file system depends on.
@@ -28,7 +29,7 @@ type rootInput struct {
 
 // rootFacts are the facts about a finished root file system.
 type rootFacts struct {
-	File      File        `json:"file"`
+	File      images.File `json:"file"`
 	Packages  []string    `json:"packages,omitempty"` // as installed
 	TarDigest core.Digest `json:"tar_digest,omitempty"`
 }
@@ -37,7 +38,7 @@ const factsFile = "facts.json"
 
 func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error) {
 	in := rootInput{Source: b.source, Env: b.o.Env}
-	if b.source == SourceDebian {
+	if b.source == images.SourceDebian {
 		in.Suite, in.Sources, in.Requested, in.Packages = b.apt.suite, string(b.apt.deb822()), b.o.Packages, r.Packages
 		in.Excludes = dpkgExcludes
 		return in, nil
@@ -59,7 +60,7 @@ func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error
 
 // rootFS puts the root file system at file: linked from the cache, or made.
 func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFacts, error) {
-	if in.Source == SourceDebian || in.TarDigest != "" {
+	if in.Source == images.SourceDebian || in.TarDigest != "" {
 		if facts, ok, err := b.reuseRootFS(in, file); ok || err != nil {
 			return facts, err
 		}
@@ -68,8 +69,8 @@ func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFa
 	var facts rootFacts
 	var err error
 	start := time.Now().Unix()
-	done := b.stage("rootfs", map[string]string{SourceDebian: "installing packages", SourceTar: "unpacking the archive"}[in.Source])
-	if in.Source == SourceDebian {
+	done := b.stage("rootfs", map[string]string{images.SourceDebian: "installing packages", images.SourceTar: "unpacking the archive"}[in.Source])
+	if in.Source == images.SourceDebian {
 		facts.Packages, err = b.debianTree(ctx, in, tree)
 	} else {
 		facts.TarDigest, err = b.tarTree(ctx, tree)
@@ -88,10 +89,10 @@ func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFa
 	if err := os.Mkdir(part, 0o700); err != nil {
 		return facts, err
 	}
-	if err := b.finishTree(ctx, in, tree, filepath.Join(part, rootFSFile), start); err != nil {
+	if err := b.finishTree(ctx, in, tree, filepath.Join(part, images.RootFSFile), start); err != nil {
 		return facts, err
 	}
-	if facts.File, err = hashFile(filepath.Join(part, rootFSFile)); err != nil {
+	if facts.File, err = images.HashFile(filepath.Join(part, images.RootFSFile)); err != nil {
 		return facts, err
 	}
 	raw, err := json.Marshal(facts)
@@ -101,37 +102,37 @@ func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFa
 	if err := os.WriteFile(filepath.Join(part, factsFile), raw, 0o600); err != nil {
 		return facts, err
 	}
-	key, err := cacheKey(kindRootFS, in)
+	key, err := images.CacheKey(images.KindRootFS, in)
 	if err != nil {
 		return facts, err
 	}
-	dir, err := b.store.cacheAdopt(ctx, key, part)
+	dir, err := b.store.CacheAdopt(ctx, key, part)
 	if err != nil {
 		return facts, err
 	}
 	done(fmt.Sprintf("made the root file system, %d MiB", facts.File.SizeBytes>>20))
-	return facts, os.Link(filepath.Join(dir, rootFSFile), file)
+	return facts, os.Link(filepath.Join(dir, images.RootFSFile), file)
 }
 
 // reuseRootFS links a cached root file system to file; false when there is none, or a damaged one.
 func (b *builder) reuseRootFS(in rootInput, file string) (rootFacts, bool, error) {
 	var facts rootFacts
-	key, err := cacheKey(kindRootFS, in)
+	key, err := images.CacheKey(images.KindRootFS, in)
 	if err != nil || b.o.Rebuild {
 		return facts, false, err
 	}
-	dir := filepath.Join(b.store.dir, cacheDir, key)
+	dir := b.store.Cached(key)
 	raw, err := os.ReadFile(filepath.Join(dir, factsFile))
 	if err != nil || json.Unmarshal(raw, &facts) != nil {
 		return facts, false, nil //nolint:nilerr // not cached
 	}
-	got, err := hashFile(filepath.Join(dir, rootFSFile))
+	got, err := images.HashFile(filepath.Join(dir, images.RootFSFile))
 	if err != nil || got != facts.File {
 		b.note("rootfs", "the cached root file system is damaged; it is made again")
 		return rootFacts{}, false, nil //nolint:nilerr // making it again is the cure
 	}
 	b.note("rootfs", "the root file system did not change")
-	return facts, true, os.Link(filepath.Join(dir, rootFSFile), file)
+	return facts, true, os.Link(filepath.Join(dir, images.RootFSFile), file)
 }
 
 // finishTree makes an unpacked tree fit for a guest, checks it and writes the file system.
@@ -145,7 +146,7 @@ func (b *builder) finishTree(ctx context.Context, in rootInput, tree, file strin
 	if err != nil {
 		return err
 	}
-	if in.Source == SourceDebian {
+	if in.Source == images.SourceDebian {
 		if err := trimDebian(root); err != nil {
 			return fmt.Errorf("trim the root file system: %w", err)
 		}
@@ -160,7 +161,7 @@ func (b *builder) finishTree(ctx context.Context, in rootInput, tree, file strin
 		return err
 	}
 	// Half a gigabyte of small files: removed now and not at the end, because the disk may be small.
-	return removeTree(tree)
+	return images.RemoveTree(tree)
 }
 
 // dpkgExcludes are files that no program in a guest reads. They stay excluded for packages installed later.

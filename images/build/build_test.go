@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"archive/tar"
@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"os"
 	"os/exec"
@@ -22,6 +23,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/confine"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/require"
@@ -37,8 +39,8 @@ var shared struct {
 
 // built is an image with its store and the agent that it was made with.
 type built struct {
-	store  *Store
-	img    Image
+	store  *images.Store
+	img    images.Image
 	agent  string
 	events []Event
 }
@@ -70,10 +72,10 @@ func baseImage(t *testing.T) built {
 		if b.agent, shared.err = buildProbe(shared.dir); shared.err != nil {
 			return
 		}
-		if b.store, shared.err = Open(filepath.Join(shared.dir, "store")); shared.err != nil {
+		if b.store, shared.err = images.Open(filepath.Join(shared.dir, "store")); shared.err != nil {
 			return
 		}
-		b.img, shared.err = Build(t.Context(), b.store, Options{AgentBinary: b.agent, Progress: func(e Event) { b.events = append(b.events, e) }})
+		b.img, shared.err = Image(t.Context(), b.store, Options{AgentBinary: b.agent, Progress: func(e Event) { b.events = append(b.events, e) }})
 		t.Logf("the first build took %.1f s", time.Since(start).Seconds())
 	})
 	if shared.err != nil {
@@ -106,12 +108,12 @@ func otherAgent(t *testing.T, agent string) string {
 	return file
 }
 
-func mustBuild(t *testing.T, s *Store, o Options) (Image, []Event) {
+func mustBuild(t *testing.T, s *images.Store, o Options) (images.Image, []Event) {
 	t.Helper()
 	var events []Event
 	o.Progress = func(e Event) { events = append(events, e) }
 	start := time.Now()
-	img, err := Build(t.Context(), s, o)
+	img, err := Image(t.Context(), s, o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -130,7 +132,7 @@ func TestBuildDescribesTheImage(t *testing.T) {
 		t.Error(err)
 	}
 	r := b.img.Recipe
-	if b.img.Name != DefaultName || r.Source != SourceDebian || r.Suite == "" || !cmp.Equal(r.Requested, BasePackages()) {
+	if b.img.Name != images.DefaultName || r.Source != images.SourceDebian || r.Suite == "" || !cmp.Equal(r.Requested, BasePackages()) {
 		t.Errorf("image %q, recipe %+v", b.img.Name, r)
 	}
 	for _, name := range append(BasePackages(), "libc6", "bash") {
@@ -143,7 +145,7 @@ func TestBuildDescribesTheImage(t *testing.T) {
 			t.Errorf("package %s is in the image", name)
 		}
 	}
-	agent, err := hashFile(b.agent)
+	agent, err := images.HashFile(b.agent)
 	if err != nil || agent.Digest != r.AgentDigest {
 		t.Errorf("the agent's digest is %s (%v), the recipe says %s", agent.Digest, err, r.AgentDigest)
 	}
@@ -160,7 +162,7 @@ func TestBuildDescribesTheImage(t *testing.T) {
 		t.Errorf("the overlay has %d bytes, %d of them on disk (%v)", st.Size, st.Blocks*512, err)
 	}
 	t.Logf("image: %d MiB; kernel %d, initrd %d, root %d MiB; overlay %d KiB on disk", b.img.SizeBytes>>20,
-		b.img.Files[kernelFile].SizeBytes>>20, b.img.Files[initrdFile].SizeBytes>>20, b.img.Files[rootFSFile].SizeBytes>>20, st.Blocks/2)
+		b.img.Files[images.KernelFile].SizeBytes>>20, b.img.Files[images.InitrdFile].SizeBytes>>20, b.img.Files[images.RootFSFile].SizeBytes>>20, st.Blocks/2)
 }
 
 func TestInitrdHoldsTheContract(t *testing.T) {
@@ -240,11 +242,11 @@ func TestAgentChanged(t *testing.T) {
 	}
 	want := maps.Clone(b.img.Files)
 	got := maps.Clone(img.Files)
-	if got[initrdFile] == want[initrdFile] {
+	if got[images.InitrdFile] == want[images.InitrdFile] {
 		t.Error("the initrd did not change")
 	}
-	delete(got, initrdFile)
-	delete(want, initrdFile)
+	delete(got, images.InitrdFile)
+	delete(want, images.InitrdFile)
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("other files changed (-want +got):\n%s", diff)
 	}
@@ -270,7 +272,7 @@ func TestSameInputsSameDigest(t *testing.T) {
 	if err := s.Remove(t.Context(), "base"); err != nil {
 		t.Fatal(err)
 	}
-	entries, err := filepath.Glob(filepath.Join(s.Dir(), cacheDir, kindRootFS+"-*"))
+	entries, err := filepath.Glob(filepath.Join(s.Dir(), "cache", images.KindRootFS+"-*"))
 	if err != nil || len(entries) > 0 {
 		t.Errorf("the cache still holds %v (%v)", entries, err)
 	}
@@ -311,12 +313,12 @@ func TestFromTar(t *testing.T) {
 	}
 	o := Options{Name: "container", AgentBinary: b.agent, FromTar: file, Env: map[string]string{"PATH": "/app"}}
 	img, events := mustBuild(t, b.store, o)
-	for _, name := range []string{kernelFile, initrdFile, overlayFile} {
+	for _, name := range []string{images.KernelFile, images.InitrdFile, images.OverlayFile} {
 		if img.Files[name] != b.img.Files[name] {
 			t.Errorf("%s differs from the Debian image's", name)
 		}
 	}
-	if img.Recipe.Source != SourceTar || img.Recipe.TarDigest != core.DigestOf(archive) || len(img.Recipe.Packages) > 0 {
+	if img.Recipe.Source != images.SourceTar || img.Recipe.TarDigest != core.DigestOf(archive) || len(img.Recipe.Packages) > 0 {
 		t.Errorf("recipe %+v", img.Recipe)
 	}
 	if !hasEvent(events, "lint", "/etc/cron.d/job") {
@@ -366,7 +368,7 @@ func TestBadTarLeavesNothing(t *testing.T) {
 		"broken input": {FromTar: "-", Stdin: io.MultiReader(bytes.NewReader(containerTar(t, b.agent)[:4096]), failingReader{})},
 	} {
 		o.AgentBinary, o.Name = b.agent, "bad"
-		_, err := Build(t.Context(), s, o)
+		_, err := Image(t.Context(), s, o)
 		if core.CodeOf(err) != CodeInvalidTar {
 			t.Errorf("%s: err = %v, want %s", name, err, CodeInvalidTar)
 		}
@@ -412,14 +414,14 @@ func TestBuildRefusesBadOptions(t *testing.T) {
 		{"missing agent", Options{AgentBinary: text + "2"}, core.CodeInvalidField, "does not exist", true},
 		{"agent is a script", Options{AgentBinary: text}, core.CodeInvalidField, "ELF", true},
 		{"agent is dynamic", Options{AgentBinary: dynamic}, core.CodeInvalidField, "dynamically linked", true},
-		{"unknown suite", Options{AgentBinary: text, Suite: "sarge"}, CodeImageBuildFailed, "apt-get update", true},
+		{"unknown suite", Options{AgentBinary: text, Suite: "sarge"}, images.CodeImageBuildFailed, "apt-get update", true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			if c.root {
 				requireImage(t)
 			}
-			_, err := Build(t.Context(), s, c.o)
+			_, err := Image(t.Context(), s, c.o)
 			if core.CodeOf(err) != c.code || !strings.Contains(core.MessageOf(err), c.want) {
 				t.Errorf("err = %v, want %s with %q", err, c.code, c.want)
 			}
@@ -431,8 +433,8 @@ func TestUnknownPackage(t *testing.T) {
 	t.Parallel()
 	b := baseImage(t)
 	s := openStore(t)
-	_, err := Build(t.Context(), s, Options{AgentBinary: b.agent, Packages: []string{"no-such-package-anywhere"}})
-	if core.CodeOf(err) != CodeImageBuildFailed || !strings.Contains(core.MessageOf(err), "no-such-package-anywhere") {
+	_, err := Image(t.Context(), s, Options{AgentBinary: b.agent, Packages: []string{"no-such-package-anywhere"}})
+	if core.CodeOf(err) != images.CodeImageBuildFailed || !strings.Contains(core.MessageOf(err), "no-such-package-anywhere") {
 		t.Errorf("err = %v", err)
 	}
 	checkTidy(t, s)
@@ -441,7 +443,7 @@ func TestUnknownPackage(t *testing.T) {
 func TestMissingProgramsAreNamed(t *testing.T) {
 	requireImage(t)
 	t.Setenv("PATH", t.TempDir())
-	_, err := Build(t.Context(), openStore(t), Options{AgentBinary: "/nowhere"})
+	_, err := Image(t.Context(), openStore(t), Options{AgentBinary: "/nowhere"})
 	if core.CodeOf(err) != CodeMissingProgram || !strings.Contains(core.MessageOf(err), "apt-get install") || !strings.Contains(core.MessageOf(err), "mmdebstrap") {
 		t.Errorf("err = %v", err)
 	}
@@ -453,11 +455,11 @@ func TestBuildInner(t *testing.T) {
 	if dir == "" {
 		return
 	}
-	s, err := Open(dir)
+	s, err := images.Open(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, err = Build(t.Context(), s, Options{AgentBinary: os.Getenv("IMAGES_TEST_AGENT"), Log: os.Stdout})
+	_, err = Image(t.Context(), s, Options{AgentBinary: os.Getenv("IMAGES_TEST_AGENT"), Log: os.Stdout})
 	t.Fatalf("the build ended: %v", err)
 }
 
@@ -503,13 +505,19 @@ func TestKilledBuild(t *testing.T) {
 			t.Fatal("processes of the killed build live on")
 		}
 	}
-	if mounts, err := mountsBelow(s.Dir()); err != nil || len(mounts) > 0 {
-		t.Errorf("mounts of the killed build: %v, %v", mounts, err)
+	if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || bytes.Contains(mounts, []byte(s.Dir())) {
+		t.Errorf("mounts of the killed build (%v) in:\n%s", err, mounts)
 	}
 	if got := listed(t, s); len(got) > 0 {
 		t.Errorf("the store holds %q", got)
 	}
-	mustPublish(t, s, "next", "x")
+	staging, err := s.Stage(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := staging.Close(); err != nil {
+		t.Fatal(err)
+	}
 	checkTidy(t, s)
 	if _, err := os.Stat("/dev/null"); err != nil {
 		t.Fatal(err)
@@ -542,7 +550,7 @@ func TestCancelledBuild(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	log := &triggerWriter{text: extracting, fire: cancel}
-	_, err := Build(ctx, s, Options{AgentBinary: b.agent, Log: log})
+	_, err := Image(ctx, s, Options{AgentBinary: b.agent, Log: log})
 	if !errors.Is(err, context.Canceled) || !log.fired {
 		t.Errorf("err = %v (triggered: %v)", err, log.fired)
 	}
@@ -567,4 +575,40 @@ func (w *triggerWriter) Write(p []byte) (int, error) {
 		w.fire()
 	}
 	return len(p), nil
+}
+
+func openStore(t *testing.T) *images.Store {
+	t.Helper()
+	s, err := images.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// listed returns the digests of the images in a store.
+func listed(t *testing.T, s *images.Store) (out []string) {
+	t.Helper()
+	list, err := s.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, img := range list {
+		out = append(out, img.Digest.Short())
+	}
+	return out
+}
+
+// checkTidy fails if anything temporary is in the store.
+func checkTidy(t *testing.T, s *images.Store) {
+	t.Helper()
+	err := filepath.WalkDir(s.Dir(), func(path string, _ fs.DirEntry, err error) error {
+		if base := filepath.Base(path); strings.HasPrefix(base, "tmp-") || strings.HasPrefix(base, ".") {
+			t.Errorf("%s was left behind", path)
+		}
+		return err
+	})
+	if err != nil {
+		t.Error(err)
+	}
 }

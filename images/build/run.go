@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"bytes"
@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
 
 // Program is a program that a build calls, with the Debian package that contains it.
@@ -49,7 +50,7 @@ func MissingPrograms() []Program {
 func checkPrograms(source string) error {
 	var names, packages []string
 	for _, p := range MissingPrograms() {
-		if p.Name == "mmdebstrap" && source == SourceTar {
+		if p.Name == "mmdebstrap" && source == images.SourceTar {
 			continue
 		}
 		names = append(names, p.Name)
@@ -125,7 +126,7 @@ func run(ctx context.Context, t tool) error {
 	case err == nil:
 		return nil
 	case errors.As(err, &exit):
-		return core.Wrapf(err, core.FailedPrecondition, CodeImageBuildFailed, "%s failed; it said: %s", t.name, tail.String())
+		return core.Wrapf(err, core.FailedPrecondition, images.CodeImageBuildFailed, "%s failed; it said: %s", t.name, tail.String())
 	default:
 		return fmt.Errorf("%s: %w", t.name, err)
 	}

@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"errors"
@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
 
 // plant writes files below a fresh directory. A text that begins with "-> " makes a symbolic link, a name that ends in
@@ -251,19 +252,19 @@ func TestLintTree(t *testing.T) {
 	}
 	var warned []string
 	warn := func(s string) { warned = append(warned, s) }
-	if err := lintTree(dir, SourceTar, warn); err != nil {
+	if err := lintTree(dir, images.SourceTar, warn); err != nil {
 		t.Errorf("a user's tree with cron jobs was refused: %v", err)
 	}
 	if len(warned) != 2 || !slices.ContainsFunc(warned, func(s string) bool { return strings.HasPrefix(s, "/etc/cron.d/job:") }) {
 		t.Errorf("warnings are %q", warned)
 	}
-	if err := lintTree(dir, SourceDebian, warn); core.CodeOf(err) != CodeImageBuildFailed {
+	if err := lintTree(dir, images.SourceDebian, warn); core.CodeOf(err) != images.CodeImageBuildFailed {
 		t.Errorf("our own tree with cron jobs: err = %v", err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "etc/machine-id"), []byte("0123"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := lintTree(dir, SourceTar, warn); core.CodeOf(err) != CodeImageBuildFailed || !strings.Contains(err.Error(), "machine-id") {
+	if err := lintTree(dir, images.SourceTar, warn); core.CodeOf(err) != images.CodeImageBuildFailed || !strings.Contains(err.Error(), "machine-id") {
 		t.Errorf("a machine id: err = %v", err)
 	}
 }

@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"bufio"
@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
 
 // Paths inside the initrd: the contract with the guest agent.
@@ -50,7 +51,7 @@ func checkAgent(file, arch string) error {
 
 // writeInitrd writes the initial root: the agent as /init, the kernel's modules and their order. It is not compressed:
 // a guest under emulation unpacks slower than it reads (measured; see docs/IMAGES.md).
-func writeInitrd(file, agent string, kernel kernelBundle) error {
+func writeInitrd(file, agent string, kernel images.KernelBundle) error {
 	f, err := os.OpenFile(file, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 	if err != nil {
 		return err
@@ -63,7 +64,7 @@ func writeInitrd(file, agent string, kernel kernelBundle) error {
 	return nil
 }
 
-func fillInitrd(c *cpioWriter, agent string, kernel kernelBundle) error {
+func fillInitrd(c *cpioWriter, agent string, kernel images.KernelBundle) error {
 	for _, dir := range []string{"/dev", "/proc", "/sys", "/run", "/tmp", "/newroot", "/root"} {
 		if err := c.Dir(dir, 0o755); err != nil {
 			return err
@@ -88,7 +89,7 @@ func fillInitrd(c *cpioWriter, agent string, kernel kernelBundle) error {
 	}
 	var list strings.Builder
 	for _, name := range kernel.Modules {
-		data, err := os.ReadFile(kernel.module(name))
+		data, err := os.ReadFile(kernel.Module(name))
 		if err != nil {
 			return err
 		}

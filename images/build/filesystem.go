@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"bytes"
@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 )
 
 // Identifiers inside the file systems. They are fixed, so that equal content gives equal bytes; nothing in a guest may
@@ -68,26 +69,26 @@ func OverlayArgs() []string {
 
 // makeOverlay writes the empty writable disk: an ext4 that can grow while it is mounted. A kernel has nothing left to
 // initialise on it, so an idle guest writes nothing. Blocks of zeros take no space.
-func (b *builder) makeOverlay(ctx context.Context, file string) (File, error) {
+func (b *builder) makeOverlay(ctx context.Context, file string) (images.File, error) {
 	done := b.stage("overlay", "making the overlay disk")
 	raw := file + ".raw"
 	if err := b.formatOverlay(ctx, raw); err != nil {
-		return File{}, fmt.Errorf("make overlay disk: %w", err)
+		return images.File{}, fmt.Errorf("make overlay disk: %w", err)
 	}
 	fingerprint, err := copyNonZero(raw, file)
 	if err = errors.Join(err, os.Remove(raw)); err != nil {
-		return File{}, fmt.Errorf("make overlay disk: %w", err)
+		return images.File{}, fmt.Errorf("make overlay disk: %w", err)
 	}
 	// Hashing a gigabyte of zeros takes seconds. The fingerprint covers everything else, so files with the same
 	// fingerprint have the same digest.
-	key, err := cacheKey(kindOverlay, fingerprint)
+	key, err := images.CacheKey(images.KindOverlay, fingerprint)
 	if err != nil {
-		return File{}, err
+		return images.File{}, err
 	}
-	var f File
-	if !b.store.cacheGet(key, &f) {
-		if f, err = hashFile(file); err == nil {
-			err = b.store.cachePut(key, f)
+	var f images.File
+	if !b.store.CacheGet(key, &f) {
+		if f, err = images.HashFile(file); err == nil {
+			err = b.store.CachePut(key, f)
 		}
 	}
 	done("made the overlay disk")
@@ -125,7 +126,7 @@ func checkMountOptions(f *os.File) error {
 		return fmt.Errorf("read the overlay's superblock: %w", err)
 	}
 	if got := string(bytes.TrimRight(raw[:], "\x00")); got != overlayMountOptions {
-		return core.Errorf(core.FailedPrecondition, CodeImageBuildFailed, "debugfs did not set the overlay's mount options; they are %q", core.Clip(got))
+		return core.Errorf(core.FailedPrecondition, images.CodeImageBuildFailed, "debugfs did not set the overlay's mount options; they are %q", core.Clip(got))
 	}
 	return nil
 }

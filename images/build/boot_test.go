@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"bufio"
@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
@@ -55,7 +56,7 @@ func requireImage(t *testing.T) {
 
 // boot starts an image whose /init is the probe, under emulation, and returns what it reported until it powered off.
 // diskBytes is the size of the overlay disk.
-func boot(t *testing.T, img Image, diskBytes int64, words ...string) []probeEvent {
+func boot(t *testing.T, img images.Image, diskBytes int64, words ...string) []probeEvent {
 	t.Helper()
 	disk := filepath.Join(t.TempDir(), "overlay")
 	if _, err := copyNonZero(img.Overlay, disk); err != nil {

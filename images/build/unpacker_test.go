@@ -1,4 +1,4 @@
-package images
+package build
 
 import (
 	"archive/tar"
@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/confine"
 	"github.com/coppice-dev/coppice/internal/require"
 )
@@ -39,7 +40,7 @@ func TestArchiveSource(t *testing.T) {
 	for _, name := range []string{"fifo", "zero", "block", "link", "dir", "none"} {
 		ended := make(chan error, 1)
 		go func() {
-			b := &builder{o: Options{FromTar: at(name)}, source: SourceTar}
+			b := &builder{o: Options{FromTar: at(name)}, source: images.SourceTar}
 			_, err := b.rootInput(t.Context(), resolution{})
 			if err == nil {
 				_, err = b.tarTree(t.Context(), at("tree of "+name))
