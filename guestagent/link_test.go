@@ -159,10 +159,10 @@ func TestNextHostEndsTheLast(t *testing.T) {
 			t.Error(err)
 		}
 		res, err := first.Do(req)
+		if method == http.MethodGet {
+			close(following) // the answer has begun: its reader follows the output
+		}
 		if err == nil {
-			if method == http.MethodGet {
-				close(following) // the answer has begun: its reader follows the output
-			}
 			_, err = io.Copy(io.Discard, res.Body)
 			_ = res.Body.Close()
 		}

@@ -3,8 +3,10 @@
 package reseal
 
 import (
+	"bytes"
 	"context"
 	"net/netip"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -87,5 +89,31 @@ func TestCheckReseal(t *testing.T) {
 	r.Identity.MAC, r.Identity.IP, r.Network = "", netip.Addr{}, guestapi.Network{}
 	if err := CheckRequest(r); err != nil {
 		t.Errorf("without a network: %v", err)
+	}
+}
+
+// TestReseed: a reseed does the first step of a guest alone, with the given entropy. Without such a step it fails.
+func TestReseed(t *testing.T) {
+	t.Parallel()
+	steps := Steps()
+	if steps[0].Name != guestapi.StepEntropy {
+		t.Errorf("the first step is %s: later steps would use the randomness of the parent", steps[0].Name)
+	}
+	r := New(&guesttest.Workload{}, steps)
+	var got []byte
+	r.sys.reseed = func(_ string, entropy []byte) error {
+		got = entropy
+		return nil
+	}
+	step := r.Reseed(guesttest.Entropy())
+	if step.Status != core.ResealOK || !bytes.Equal(got, guesttest.Entropy()) || len(step.Evidence) != guestapi.EvidenceDraws+1 {
+		t.Errorf("%+v, with the entropy %x", step, got)
+	}
+	r.sys.reseed = func(string, []byte) error { return os.ErrPermission }
+	if step := r.Reseed(guesttest.Entropy()); step.Status != core.ResealFailed || step.Error == "" {
+		t.Errorf("a kernel that takes no entropy: %+v", step)
+	}
+	if step := New(&guesttest.Workload{}, steps[1:]).Reseed(guesttest.Entropy()); step.Status != core.ResealFailed || step.Name != guestapi.StepEntropy {
+		t.Errorf("without the step: %+v", step)
 	}
 }
