@@ -21,7 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
 
-var update = flag.Bool("update", false, "write golden files anew")
+var update = flag.Bool("update", false, "write new golden files")
 
 func openStore(t *testing.T) *Store {
 	t.Helper()

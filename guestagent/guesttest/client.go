@@ -139,7 +139,7 @@ func Eventually(t *testing.T, ok func() bool) {
 		select {
 		case <-tick.C:
 		case <-limit:
-			t.Fatal("it has not come about in minutes")
+			t.Fatal("it has not happened in minutes")
 		}
 	}
 }

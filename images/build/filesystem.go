@@ -37,7 +37,7 @@ const (
 // page cache, and a guest under emulation decompresses slowly (measured; see docs/IMAGES.md).
 //
 // Times newer than epoch are clamped to it and older ones kept: a fixed time for all files would make every .pyc look
-// stale, and each guest would compile its Python anew.
+// stale, and each guest would compile its Python again.
 func (b *builder) makeRootFS(ctx context.Context, tree, file string, epoch int64) error {
 	return run(ctx, tool{
 		name: "mkfs.erofs",

@@ -16,9 +16,9 @@ import (
 	"github.com/coppice-dev/coppice/images"
 )
 
-// plant writes files below a fresh directory. A text that begins with "-> " makes a symbolic link, a name that ends in
+// writeTree writes files below a fresh directory. A text that begins with "-> " makes a symbolic link, a name that ends in
 // a slash a directory.
-func plant(t *testing.T, files map[string]string) string {
+func writeTree(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
 	for name, text := range files {
@@ -84,7 +84,7 @@ func messyTree() map[string]string {
 
 func TestPrepareTree(t *testing.T) {
 	t.Parallel()
-	dir := plant(t, messyTree())
+	dir := writeTree(t, messyTree())
 	before, err := Lint(dir)
 	if err != nil {
 		t.Fatal(err)
@@ -154,11 +154,11 @@ func TestPrepareTreeStaysInside(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			outside := plant(t, map[string]string{"random-seed": "host's", "ssh_host_rsa_key": "host's", "swap": "/dev/x none swap sw 0 0"})
+			outside := writeTree(t, map[string]string{"random-seed": "host's", "ssh_host_rsa_key": "host's", "swap": "/dev/x none swap sw 0 0"})
 			before := listing(t, outside)
 			for _, target := range []string{outside, filepath.Join(outside, "swap")} {
 				files := map[string]string{"usr/bin/app": "program", c.link: "-> " + target}
-				err := prepareTree(openRoot(t, plant(t, files)), map[string]string{"A": "b"})
+				err := prepareTree(openRoot(t, writeTree(t, files)), map[string]string{"A": "b"})
 				t.Logf("%s -> %s: %v", c.link, target, err)
 				if diff := cmp.Diff(before, listing(t, outside)); diff != "" {
 					t.Errorf("files of the host changed (-before +after):\n%s", diff)
@@ -188,7 +188,7 @@ func listing(t *testing.T, dir string) map[string]string {
 
 func TestTrimDebian(t *testing.T) {
 	t.Parallel()
-	dir := plant(t, map[string]string{
+	dir := writeTree(t, map[string]string{
 		"etc/shadow":              "root:*:20778:0:99999:7:::\nnobody:*:20778:0:99999:7:::\n",
 		"etc/passwd":              "root:x:0:0::/root:/bin/sh\n",
 		"etc/passwd-":             "old",
@@ -231,7 +231,7 @@ func TestTrimDebian(t *testing.T) {
 
 func TestNewestShippedIgnoresTheBuild(t *testing.T) {
 	t.Parallel()
-	dir := plant(t, map[string]string{"old": "", "new": "", "built": ""})
+	dir := writeTree(t, map[string]string{"old": "", "new": "", "built": ""})
 	start := time.Now().Add(-time.Minute)
 	for name, at := range map[string]time.Time{"old": time.Unix(1000, 0), "new": time.Unix(2000, 5e8), "built": time.Now()} {
 		if err := os.Chtimes(filepath.Join(dir, name), at, at); err != nil {
@@ -246,7 +246,7 @@ func TestNewestShippedIgnoresTheBuild(t *testing.T) {
 
 func TestLintTree(t *testing.T) {
 	t.Parallel()
-	dir := plant(t, messyTree())
+	dir := writeTree(t, messyTree())
 	if err := prepareTree(openRoot(t, dir), nil); err != nil {
 		t.Fatal(err)
 	}
