@@ -43,9 +43,9 @@ func failOver(t *testing.T, in *installation) {
 
 	for i, c := range in.controllers {
 		_, err := c.client.Workspace(t.Context(), lost)
-		wantCode(t, err, coppice.CodeWorkspaceNotFound)
+		_ = wantCode(t, err, coppice.CodeWorkspaceNotFound)
 		_, err = c.client.Checkpoint(t.Context(), stray.ID)
-		wantCode(t, err, coppice.CodeCheckpointNotFound)
+		_ = wantCode(t, err, coppice.CodeCheckpointNotFound)
 		if w, err := c.client.Workspace(t.Context(), in.parent); err != nil || w.State != coppice.WorkspaceReady {
 			t.Errorf("controller %d says that the parent is %s, %v", i, w.State, err)
 		}
