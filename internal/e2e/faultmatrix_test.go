@@ -110,7 +110,7 @@ var faults = []fault{
 	{
 		number: 59, what: "PostgreSQL fails over to an asynchronous standby that lacks the last commits: a checkpoint, a registration, a workspace that became ready, a completion, a release, a restore, a deletion, a runner that joined, the removal of a runner, a change of egress rules",
 		expected: "only what the new primary knows runs; bytes that it does not know are in the trash; no identity is given twice; a runner that it does not know registers again; runners get its egress rules; event streams continue",
-		run:      failOver,
+		run:      failOver, brief: true,
 		shown: []string{
 			"internal/daemon.TestFailover/a checkpoint", "internal/daemon.TestFailover/a registration", "internal/daemon.TestFailover/a workspace that became ready",
 			"internal/daemon.TestFailover/the completion of a creation", "internal/daemon.TestFailover/the completion of a capture", "internal/daemon.TestFailover/a release",
