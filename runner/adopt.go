@@ -138,7 +138,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal.Journal) (_ *sandbox, err
 	s.info, s.reseal, s.attestation = info, j.Sandbox.Reseal, j.Sandbox.Attestation
 	s.egress.SetFirst(j.Sandbox.Egress, j.Sandbox.Rules)
 	if s.reseal != nil {
-		if err := r.draws.add(s.reseal.Steps); err != nil {
+		if err := r.draws.Add(s.reseal.Steps); err != nil {
 			return nil, err
 		}
 	}

@@ -307,7 +307,7 @@ func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, gene
 			if err := guest.VerifyReseed(res); err != nil {
 				return err
 			}
-			return r.draws.add(res.Steps)
+			return r.draws.Add(res.Steps)
 		}},
 		{does: "release the workload", lap: "thaw", do: func(ctx context.Context) error {
 			_, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: generation})

@@ -237,7 +237,7 @@ func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int6
 		return nil, err
 	}
 	if err = guest.Verify(report, want); err == nil {
-		err = r.draws.add(report.Steps)
+		err = r.draws.Add(report.Steps)
 	}
 	report.Complete = false // the host sets this after the release
 	if len(report.StaleProcesses) == 0 {

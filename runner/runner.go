@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/compare"
+	"github.com/coppice-dev/coppice/runner/draws"
 	"github.com/coppice-dev/coppice/runner/egresslink"
 	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/hostport"
@@ -60,7 +61,7 @@ type Runner struct {
 	warm        *warmPool
 	metrics     *metrics
 	starting    chan struct{} // a place per child that is being started
-	draws       draws
+	draws       draws.Draws   // of all guests
 	attestor    *attestor.Attestor
 	lease       *lease.Lease
 	objects     chan struct{} // a place per read of another runner
@@ -180,7 +181,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 func (r *Runner) readCheckpoints(ctx context.Context) {
 	strange := map[string]int{} // checkpoints of another class, by the difference
 	for _, rec := range r.checkpoints.List() {
-		_ = r.draws.add(rec.ParentReseal) // they were checked at the capture
+		_ = r.draws.Add(rec.ParentReseal) // they were checked at the capture
 		if field := rec.Class.Difference(r.class); field != "" {
 			strange[field]++
 		}

@@ -1,4 +1,4 @@
-package runner
+package draws
 
 import (
 	"fmt"
@@ -17,20 +17,20 @@ func TestDraws(t *testing.T) {
 		}
 		return []core.ResealStep{{Name: guestapi.StepClock}, {Name: guestapi.StepEntropy, Evidence: e}}
 	}
-	var d draws
+	var d Draws
 	const forks = 5000 // more than are kept
 	for fork := range forks {
-		if err := d.add(shown(fork, 0)); err != nil {
+		if err := d.Add(shown(fork, 0)); err != nil {
 			t.Fatalf("fork %d: %v", fork, err)
 		}
-		if err := d.add(shown(fork, guestapi.EvidenceDraws-1)); core.CodeOf(err) != core.CodeResealFailed {
+		if err := d.Add(shown(fork, guestapi.EvidenceDraws-1)); core.CodeOf(err) != core.CodeResealFailed {
 			t.Fatalf("a fork that shows one number of fork %d: %v", fork, err)
 		}
 	}
-	if len(d.seen) > drawsKept {
-		t.Errorf("%d draws are kept, want at most %d", len(d.seen), drawsKept)
+	if len(d.seen) > kept {
+		t.Errorf("%d draws are kept, want at most %d", len(d.seen), kept)
 	}
-	if err := d.add(shown(0, 0)); err != nil {
+	if err := d.Add(shown(0, 0)); err != nil {
 		t.Errorf("what was long forgotten: %v", err)
 	}
 }

@@ -1,4 +1,6 @@
-package runner
+// Package draws remembers the random numbers that guests have drawn and reported. If two guests report the same numbers, one of them was not
+// reseeded, whatever its kernel answered. Each guest looks right by itself, so only this comparison finds the fault before the release.
+package draws
 
 import (
 	"fmt"
@@ -8,20 +10,19 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// draws remembers random numbers that guests have drawn and reported, as hashes. If two guests report the same numbers, one of them was not
-// reseeded, whatever its kernel answered. Each guest looks right by itself, so only this comparison finds the fault before the release.
-type draws struct {
+// Draws are the numbers, as hashes. The zero value is ready for use. It is safe for concurrent use.
+type Draws struct {
 	mu   sync.Mutex // guards what follows
 	seen map[string]bool
-	ring [drawsKept]string
+	ring [kept]string
 	next int
 }
 
-// drawsKept bounds the memory: the draws of the last 4096 forks, some 6 MB.
-const drawsKept = 4096 * guestapi.EvidenceDraws
+// kept bounds the memory: the draws of the last 4096 forks, some 6 MB.
+const kept = 4096 * guestapi.EvidenceDraws
 
-// add checks the entropy step of a reseal and remembers it.
-func (d *draws) add(steps []core.ResealStep) error {
+// Add checks the entropy step of a reseal and remembers it.
+func (d *Draws) Add(steps []core.ResealStep) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.seen == nil {
@@ -39,7 +40,7 @@ func (d *draws) add(steps []core.ResealStep) error {
 			}
 			delete(d.seen, d.ring[d.next])
 			d.ring[d.next], d.seen[draw] = draw, true
-			d.next = (d.next + 1) % drawsKept
+			d.next = (d.next + 1) % kept
 		}
 	}
 	if twice {
