@@ -45,9 +45,15 @@ generate: ## write generated code and documents anew: API models and servers, SD
 	GO="$(GO)" scripts/generate-envd
 	$(GO) test ./internal/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
 
-# Packages are tested in this order, as many at once as there are processors. What takes longest begins first: behind all others it
-# would go on alone. (Results are printed in this order, too.)
+# Packages are tested in this order. What takes longest begins first: behind all others it would go on alone. (Results are printed in
+# this order, too.)
 LONGEST := ./internal/e2e ./controller ./runner
+
+# One package more than there are processors is tested at once: many tests wait for the end of a lease or for a timer.
+AT_ONCE := -p $(shell expr $$(nproc) + 1)
+
+# Without the tables for debuggers, which no stack trace needs, a test binary is linked in two thirds of the time.
+LINK := -ldflags=-w
 
 # As root everything is required and what is missing fails. As anyone else, what needs root skips and says so.
 ifdef ROOT
@@ -57,8 +63,8 @@ else
 test: build $(GOTESTSUM)
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
-	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 45m $(TESTFLAGS)
-	@cd internal/deploytest && GOTESTSUM=$(GOTESTSUM) ../../scripts/test ./... -count=1 -timeout 10m
+	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 45m $(AT_ONCE) $(LINK) $(TESTFLAGS)
+	@cd internal/deploytest && GOTESTSUM=$(GOTESTSUM) ../../scripts/test ./... -count=1 -timeout 10m $(LINK)
 
 test-sdk: ## the tests of the Python and other SDKs, from their packages (needs their registries): SDK=--short for the quick ones
 	scripts/test-sdk $(SDK)
@@ -78,6 +84,7 @@ compose-down: ## stop that; the volumes stay
 
 test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; half an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./runner ./runner/memory ./internal/attest -run '^Test(Diff|DamagedDelta|EveryByteCounts)$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test(Images|Garbage)AgainstModel$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./controller -run '^Test(MassFence|(Among)?ManyLiveWorkspaces)$$' -long -v
 
