@@ -358,7 +358,7 @@ func TestSessionRowsEnd(t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually(t, "the rows go with the workspace", func() bool { // the chore does this once a minute
-		if err := w.Keeper.Sweep(t.Context()); err != nil {
+		if err := w.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		return w.rows(ws.ID) == 0
