@@ -7,6 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
+	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -71,7 +72,7 @@ type deletedRow struct {
 // admitDeleted refuses an import while the store still keeps as many bytes of deleted checkpoints of the project as its quota allows live
 // ones. It follows Admit, which holds the row of the quotas, so that imports at the same time are counted one after the other.
 func (t *tx) admitDeleted(ctx context.Context, project core.ProjectID) error {
-	row, err := pgtx.One[deletedRow](ctx, t, noProject(project), `
+	row, err := pgtx.One[deletedRow](ctx, t, tenantrows.NoProject(project), `
 		SELECT q.max_checkpoint_bytes AS most, coalesce((
 			SELECT sum(bytes) FROM (
 				SELECT key, bytes FROM store_objects WHERE condemned_at IS NOT NULL AND project_id = @project

@@ -6,6 +6,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
+	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -66,7 +67,7 @@ func (t *tx) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.B
 		return runnerapi.SealBegun{}, err
 	}
 	// 0: the project does not encrypt; -1: it has lost its keys.
-	version, err := pgtx.One[int64](ctx, t, noProject(cp.ProjectID), `
+	version, err := pgtx.One[int64](ctx, t, tenantrows.NoProject(cp.ProjectID), `
 		SELECT CASE encryption WHEN 'envelope' THEN (SELECT coalesce(max(version), -1) FROM project_keys WHERE project_id = @project) ELSE 0 END AS version
 		FROM projects WHERE id = @project`, pgtx.Args{"project": cp.ProjectID})
 	if err != nil {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
+	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -163,7 +164,7 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 	if _, err := t.Exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, pgtx.Args{"project": p.ProjectID}); err != nil {
 		return p, err
 	}
-	have, err := pgtx.One[portsRow](ctx, t, noProject(p.ProjectID), `
+	have, err := pgtx.One[portsRow](ctx, t, tenantrows.NoProject(p.ProjectID), `
 		SELECT q.max_ports, (SELECT count(*) FROM ports WHERE project_id = @project) AS used, (SELECT count(*) FROM ports WHERE workspace_id = @workspace) AS own
 		FROM quotas q WHERE q.project_id = @project`, pgtx.Args{"project": p.ProjectID, "workspace": p.WorkspaceID})
 	if err != nil {
@@ -172,7 +173,7 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 	if have.Own >= controller.MaxWorkspacePorts {
 		return p, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d forwarded ports, the maximum; close one first", p.WorkspaceID, have.Own)
 	}
-	if err := exceeded("ports", have.Used, 1, have.Max); err != nil {
+	if err := tenantrows.Exceeded("ports", have.Used, 1, have.Max); err != nil {
 		return p, err
 	}
 	return pgtx.One[controller.Port](ctx, t, nil, `

@@ -20,7 +20,9 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
+	"github.com/coppice-dev/coppice/controller/postgres/flowrows"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
+	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -42,7 +44,6 @@ const (
 	callTimeout      = 15 * time.Second
 	deadlockRetries  = 5
 	channel          = "coppice_operations"
-	keyChannel       = "coppice_keys"
 	defaultMaxConns  = 16
 )
 
@@ -114,7 +115,7 @@ func (s *Store) inTx(ctx context.Context, scope controller.Scope, fn func(contro
 	}
 	defer conn.Release() // a connection that is still in a transaction is closed, and the server rolls back
 	t := pgtx.Begin(ctx, conn, scope)
-	if err := fn(&tx{t}); err != nil {
+	if err := fn(newTx(t)); err != nil {
 		t.Rollback(ctx)
 		return err
 	}
@@ -136,7 +137,7 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 		return pgtx.MapError(ctx, err)
 	}
 	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
-	if _, err := conn.Exec(ctx, "LISTEN "+channel+"; LISTEN "+keyChannel); err != nil {
+	if _, err := conn.Exec(ctx, "LISTEN "+channel+"; LISTEN "+tenantrows.KeyChannel); err != nil {
 		return pgtx.MapError(ctx, err)
 	}
 	for {
@@ -144,7 +145,7 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 		if err != nil {
 			return pgtx.MapError(ctx, err)
 		}
-		if n.Channel == keyChannel {
+		if n.Channel == tenantrows.KeyChannel {
 			revoked(core.KeyID(n.Payload))
 		} else if id, err := core.ParseID[core.OperationID](n.Payload); err == nil {
 			ended(id)
@@ -152,9 +153,22 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 	}
 }
 
-// tx is one transaction with all statements. Its methods are in the files named after what they keep.
+// tx is one transaction with all statements: those of this package, in files named after what they keep, and those of the packages below.
 type tx struct {
 	*pgtx.Tx
+	flowTx
+	tenantTx
 }
 
+// Each package has a type Tx of its own.
+type (
+	flowTx   = flowrows.Tx
+	tenantTx = tenantrows.Tx
+)
+
 var _ controller.AllTx = (*tx)(nil)
+
+// newTx names no field of tx, so that none is forgotten.
+func newTx(t *pgtx.Tx) *tx {
+	return &tx{t, flowTx{Tx: t}, tenantTx{Tx: t}}
+}

@@ -156,7 +156,7 @@ func (t *tx) fill(ctx context.Context, rows []nodeRow) ([]controller.TreeNode, e
 	if err != nil {
 		return nil, err
 	}
-	effects, err := t.effects(ctx, ids)
+	effects, err := t.CountEffects(ctx, ids)
 	for id, n := range effects {
 		nodes[at[id]].Effects = n
 	}

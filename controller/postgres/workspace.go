@@ -573,3 +573,9 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 	}
 	return list[0], nil
 }
+
+// FindWorkspace reads it.
+func (t *tx) FindWorkspace(ctx context.Context, id core.WorkspaceID) error {
+	_, err := t.Workspace(ctx, id)
+	return err
+}

@@ -1,4 +1,4 @@
-package postgres
+package flowrows
 
 import (
 	"cmp"
@@ -50,7 +50,7 @@ type roomRow struct {
 }
 
 // flowRooms reads the numbers of rows of the workspaces and projects of a runner's sandboxes.
-func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Flow, q flows.Quota) (flowRooms, error) {
+func (t *Tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Flow, q flows.Quota) (flowRooms, error) {
 	out := flowRooms{of: map[core.SandboxID]core.WorkspaceID{}, workspaces: map[core.WorkspaceID]*flowRoom{}, projects: map[core.ProjectID]*flowRoom{}}
 	var ids []core.SandboxID
 	for _, f := range list {
@@ -161,7 +161,7 @@ func (r flowRooms) kept(f core.Flow) {
 }
 
 // countFlows updates the counts of kept and omitted flows, always in one order, so that two batches never deadlock.
-func (t *tx) countFlows(ctx context.Context, rooms flowRooms) (omitted int64, err error) {
+func (t *Tx) countFlows(ctx context.Context, rooms flowRooms) (omitted int64, err error) {
 	var rows []*flowRoom
 	for _, room := range rooms.projects {
 		omitted += room.Omitted
@@ -195,7 +195,7 @@ type omittedRow struct {
 }
 
 // OmittedFlows adds the months up.
-func (t *tx) OmittedFlows(ctx context.Context, id core.WorkspaceID) (flows.Omitted, error) {
+func (t *Tx) OmittedFlows(ctx context.Context, id core.WorkspaceID) (flows.Omitted, error) {
 	row, err := pgtx.One[omittedRow](ctx, t, nil, `
 		SELECT coalesce(sum(r.omitted), 0)::bigint AS count, min(r.omitted_first_at) AS first_at, max(r.omitted_last_at) AS last_at
 		FROM workspaces w JOIN flow_rows r ON r.project_id = w.project_id AND r.workspace_id = w.id WHERE w.id = @id`, pgtx.Args{"id": id})

@@ -1,4 +1,4 @@
-package postgres
+package tenantrows
 
 import (
 	"context"
@@ -8,8 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// exceeded refuses what would go beyond a quota.
-func exceeded(quota string, used, more, limit int64) error {
+// Exceeded refuses what would go beyond a quota.
+func Exceeded(quota string, used, more, limit int64) error {
 	if used+more <= limit {
 		return nil
 	}
@@ -17,7 +17,7 @@ func exceeded(quota string, used, more, limit int64) error {
 }
 
 // PatchQuotas changes limits.
-func (t *tx) PatchQuotas(ctx context.Context, id core.ProjectID, p controller.QuotasPatch) (controller.Project, error) {
+func (t *Tx) PatchQuotas(ctx context.Context, id core.ProjectID, p controller.QuotasPatch) (controller.Project, error) {
 	n, err := t.Exec(ctx, `
 		UPDATE quotas SET version = version + 1, max_workspaces = coalesce(@workspaces, max_workspaces), max_forks_in_flight = coalesce(@forks, max_forks_in_flight),
 			max_checkpoints = coalesce(@checkpoints, max_checkpoints), max_checkpoint_bytes = coalesce(@bytes, max_checkpoint_bytes),
@@ -52,12 +52,12 @@ const counted = `
 		AND state IN ('creating', 'restoring', 'quarantined')) AS forks_in_flight`
 
 // QuotaUsage counts. It locks nothing.
-func (t *tx) QuotaUsage(ctx context.Context, id core.ProjectID) (controller.QuotaUsage, error) {
+func (t *Tx) QuotaUsage(ctx context.Context, id core.ProjectID) (controller.QuotaUsage, error) {
 	row, err := pgtx.One[struct {
 		usageRow
 		Keys  int64 `db:"keys"`
 		Ports int64 `db:"ports"`
-	}](ctx, t, noProject(id), `SELECT`+counted+`, checkpoints, checkpoint_bytes, (`+validKeys+`) AS keys,
+	}](ctx, t, NoProject(id), `SELECT`+counted+`, checkpoints, checkpoint_bytes, (`+validKeys+`) AS keys,
 		(SELECT count(*) FROM ports WHERE project_id = @project) AS ports FROM quotas WHERE project_id = @project`, pgtx.Args{"project": id})
 	return controller.QuotaUsage{
 		Workspaces: row.Workspaces, ForksInFlight: row.ForksInFlight, Checkpoints: row.Checkpoints, CheckpointBytes: row.CheckpointBytes, Keys: row.Keys, Ports: row.Ports,
@@ -70,7 +70,7 @@ type admitRow struct {
 }
 
 // Admit adds to the counts and so locks them. Whoever is admitted later sees what this transaction has inserted.
-func (t *tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) error {
+func (t *Tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) error {
 	captures := int64(0)
 	if d.Checkpoint != "" {
 		captures = 1
@@ -78,7 +78,7 @@ func (t *tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) 
 	if d == (controller.Demand{}) {
 		return nil
 	}
-	row, err := pgtx.One[admitRow](ctx, t, noProject(id), `
+	row, err := pgtx.One[admitRow](ctx, t, NoProject(id), `
 		WITH q AS (
 			UPDATE quotas SET workspaces = workspaces + @workspaces, forks_in_flight = forks_in_flight + @forks, checkpoints = checkpoints + @captures
 			WHERE project_id = @project RETURNING *
@@ -105,7 +105,7 @@ func (t *tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) 
 		if q.more == 0 {
 			continue
 		}
-		if err := exceeded(q.name, q.used-q.more, q.more, q.limit); err != nil {
+		if err := Exceeded(q.name, q.used-q.more, q.more, q.limit); err != nil {
 			return err
 		}
 	}
@@ -116,15 +116,15 @@ func (t *tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) 
 		return core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
 			"the project's quota checkpoint_bytes is used up: it has %d of %d; delete checkpoints first", used.CheckpointBytes, limits.CheckpointBytes)
 	}
-	if err := exceeded("checkpoint_bytes", used.CheckpointBytes, d.CheckpointBytes, limits.CheckpointBytes); err != nil {
+	if err := Exceeded("checkpoint_bytes", used.CheckpointBytes, d.CheckpointBytes, limits.CheckpointBytes); err != nil {
 		return err
 	}
 	return t.admitNode(ctx, id, d.Checkpoint, limits)
 }
 
 // recount replaces the upper bounds by what there is. The transaction's own rows are in it.
-func (t *tx) recount(ctx context.Context, id core.ProjectID, used usageRow) (usageRow, error) {
-	return pgtx.One[usageRow](ctx, t, noProject(id), `
+func (t *Tx) recount(ctx context.Context, id core.ProjectID, used usageRow) (usageRow, error) {
+	return pgtx.One[usageRow](ctx, t, NoProject(id), `
 		WITH now AS (SELECT`+counted+`)
 		UPDATE quotas SET workspaces = now.workspaces, forks_in_flight = now.forks_in_flight FROM now WHERE project_id = @project
 		RETURNING now.workspaces, now.forks_in_flight, @checkpoints::bigint AS checkpoints, @bytes::bigint AS checkpoint_bytes`,
@@ -137,16 +137,17 @@ type placeRow struct {
 }
 
 // admitNode keeps the tree within its depth and width. The node is there already and counts.
-func (t *tx) admitNode(ctx context.Context, project core.ProjectID, id core.CheckpointID, limits controller.Quotas) error {
-	place, err := pgtx.One[placeRow](ctx, t, noCheckpoint(id), `
+func (t *Tx) admitNode(ctx context.Context, project core.ProjectID, id core.CheckpointID, limits controller.Quotas) error {
+	absent := core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no checkpoint %s", id)
+	place, err := pgtx.One[placeRow](ctx, t, absent, `
 		SELECT c.depth, (SELECT count(*) FROM (
 			SELECT 1 FROM checkpoints k WHERE k.parent_id = c.parent_id AND k.project_id = @project AND k.state IN ('capturing', 'captured', 'sealed') LIMIT @most
 		) AS there) AS siblings FROM checkpoints c WHERE c.id = @id`, pgtx.Args{"id": id, "project": project, "most": limits.Children + 1})
 	if err != nil {
 		return err
 	}
-	if err := exceeded("depth", place.Depth-1, 1, limits.Depth); err != nil {
+	if err := Exceeded("depth", place.Depth-1, 1, limits.Depth); err != nil {
 		return err
 	}
-	return exceeded("children", place.Siblings-1, 1, limits.Children)
+	return Exceeded("children", place.Siblings-1, 1, limits.Children)
 }

@@ -1,4 +1,4 @@
-package postgres
+package flowrows
 
 import (
 	"cmp"
@@ -244,7 +244,7 @@ func flowHash(f core.Flow) int64 {
 
 // uncounted leaves out what one of the runner's last batches has added to counts, and what comes twice in this one. The lock makes
 // one batch of a runner at a time look and count.
-func (t *tx) uncounted(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error) {
+func (t *Tx) uncounted(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error) {
 	hashes := make([]int64, len(list))
 	for i, f := range list {
 		hashes[i] = flowHash(f)
@@ -277,7 +277,7 @@ type countAt struct {
 }
 
 // loadCounts reads the rows that a batch may add to.
-func (t *tx) loadCounts(ctx context.Context, list []core.Flow, c *flowCounts) error {
+func (t *Tx) loadCounts(ctx context.Context, list []core.Flow, c *flowCounts) error {
 	asked := map[countAt]bool{}
 	for _, f := range list {
 		for _, daily := range []bool{false, true} {
@@ -298,7 +298,7 @@ func (t *tx) loadCounts(ctx context.Context, list []core.Flow, c *flowCounts) er
 }
 
 // saveCounts adds to the rows, in one order, so that two batches never deadlock, and notes which flows were counted.
-func (t *tx) saveCounts(ctx context.Context, runner core.RunnerID, c *flowCounts) error {
+func (t *Tx) saveCounts(ctx context.Context, runner core.RunnerID, c *flowCounts) error {
 	if len(c.hashes) == 0 {
 		return nil
 	}
@@ -331,8 +331,8 @@ func (t *tx) saveCounts(ctx context.Context, runner core.RunnerID, c *flowCounts
 }
 
 // FoldFlowCounts adds minutes to days. A day has more room for hosts than a minute; what does not fit shares a row as in a minute.
-func (t *tx) FoldFlowCounts(ctx context.Context, limit int) (int, error) {
-	row, err := pgtx.One[countRow](ctx, t, nil, `
+func (t *Tx) FoldFlowCounts(ctx context.Context, limit int) (int, error) {
+	return pgtx.One[int](ctx, t, nil, `
 		WITH old AS (
 			DELETE FROM flow_counts WHERE ctid = ANY(ARRAY(
 				SELECT ctid FROM flow_counts WHERE NOT daily AND from_at < now() - make_interval(secs => @kept) ORDER BY from_at LIMIT @limit FOR UPDATE SKIP LOCKED))
@@ -372,13 +372,12 @@ func (t *tx) FoldFlowCounts(ctx context.Context, limit int) (int, error) {
 				sent_bytes = least(c.sent_bytes + excluded.sent_bytes, 1::bigint << 61), received_bytes = least(c.received_bytes + excluded.received_bytes, 1::bigint << 61),
 				first_at = least(c.first_at, excluded.first_at), last_at = greatest(c.last_at, excluded.last_at)
 		)
-		SELECT '' AS parent_id, count(*) AS count FROM old`,
+		SELECT count(*) FROM old`,
 		pgtx.Args{"kept": flows.MinutesKept.Seconds(), "limit": limit, "most": flows.CountsOfDay, "rules": flows.CountsOfRules})
-	return row.Count, err
 }
 
 // TidyFlowCounts removes days that are too old, and the notes of batches that are older than a day.
-func (t *tx) TidyFlowCounts(ctx context.Context, keep time.Duration, limit int) (int, error) {
+func (t *Tx) TidyFlowCounts(ctx context.Context, keep time.Duration, limit int) (int, error) {
 	days, err := t.Exec(ctx, `
 		DELETE FROM flow_counts WHERE ctid = ANY(ARRAY(
 			SELECT ctid FROM flow_counts WHERE daily AND from_at + interval '1 day' <= now() - make_interval(secs => @keep) ORDER BY from_at LIMIT @limit FOR UPDATE SKIP LOCKED))`,

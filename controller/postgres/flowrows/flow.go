@@ -1,4 +1,4 @@
-package postgres
+package flowrows
 
 import (
 	"context"
@@ -43,7 +43,7 @@ type flowKey struct {
 }
 
 // InsertFlows gives flows rows as far as the quota goes, and counts the others.
-func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q flows.Quota) (flows.Kept, error) {
+func (t *Tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q flows.Quota) (flows.Kept, error) {
 	if len(list) == 0 {
 		return flows.Kept{}, nil
 	}
@@ -77,7 +77,7 @@ func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.
 // place decides which flows of a batch get rows and which are counted. Both records of a flow are
 // kept in the same way. If one record has a row, the other one gets a row too: otherwise the flow
 // would look open for ever. If the beginning was counted, the end does not count as a second flow.
-func (t *tx) place(ctx context.Context, list []core.Flow, rooms flowRooms) (rows []core.Flow, counts *flowCounts, err error) {
+func (t *Tx) place(ctx context.Context, list []core.Flow, rooms flowRooms) (rows []core.Flow, counts *flowCounts, err error) {
 	counts = newFlowCounts(rooms.now)
 	has := map[string]bool{}
 	if !rooms.enough(len(list)) || rooms.counted {
@@ -113,7 +113,7 @@ type flowAt struct {
 }
 
 // haveRows finds the flows of a batch that have a row.
-func (t *tx) haveRows(ctx context.Context, list []core.Flow) (map[string]bool, error) {
+func (t *Tx) haveRows(ctx context.Context, list []core.Flow) (map[string]bool, error) {
 	asked := make([]flowAt, len(list))
 	for i, f := range list {
 		asked[i] = flowAt{SandboxID: f.SandboxID, At: f.At, ID: f.ID}
@@ -129,7 +129,7 @@ func (t *tx) haveRows(ctx context.Context, list []core.Flow) (map[string]bool, e
 }
 
 // insertFlowRows is one statement. It returns those that were not there yet.
-func (t *tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error) {
+func (t *Tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error) {
 	if len(list) == 0 {
 		return nil, nil
 	}
@@ -165,7 +165,7 @@ func (t *tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []co
 }
 
 // OwnSandboxes selects.
-func (t *tx) OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.SandboxID) ([]core.SandboxID, error) {
+func (t *Tx) OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.SandboxID) ([]core.SandboxID, error) {
 	return pgtx.Many[core.SandboxID](ctx, t, `SELECT s.id FROM sandboxes s WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, pgtx.Args{"ids": pgtx.Texts(ids), "runner": runner})
 }
 
@@ -222,7 +222,7 @@ func (r flowRow) flow() flows.Flow {
 }
 
 // WorkspaceFlows lists, newest first. A count has the place of its first flow.
-func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f flows.Filter) ([]flows.Flow, error) {
+func (t *Tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f flows.Filter) ([]flows.Flow, error) {
 	q := &pgtx.Filter{Relation: "f", Args: pgtx.Args{"limit": f.Limit}}
 	q.Equal("workspace_id", string(id))
 	q.Equal("outcome", string(f.Outcome))
@@ -241,18 +241,6 @@ func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f flows.Fi
 	return pgtx.Map(rows, flowRow.flow), err
 }
 
-// FindWorkspace reads it.
-func (t *tx) FindWorkspace(ctx context.Context, id core.WorkspaceID) error {
-	_, err := t.Workspace(ctx, id)
-	return err
-}
-
-// FindCheckpoint reads it.
-func (t *tx) FindCheckpoint(ctx context.Context, id core.CheckpointID) error {
-	_, err := t.Checkpoint(ctx, id)
-	return err
-}
-
 // segment is what a checkpoint c has behind it that its parent p has not: flows of the sandbox that it was captured from, since the parent was
 // captured from it, too, or since it began; of each the row that says most. What lists effects and what counts them both take it.
 const segment = ` f.sandbox_id = c.sandbox_id AND f.at > ` + segmentStart + ` AND f.at <= c.instant_at AND f.changes AND` + lastOfFlow
@@ -269,7 +257,7 @@ type effectRow struct {
 }
 
 // Effects walks the path and looks at each segment along an index: at most limit rows and limit counts of each.
-func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after flows.EffectMark, limit int) ([]flows.Effect, error) {
+func (t *Tx) Effects(ctx context.Context, id core.CheckpointID, after flows.EffectMark, limit int) ([]flows.Effect, error) {
 	const later = ` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))`
 	rows, err := pgtx.Many[effectRow](ctx, t, `
 		WITH RECURSIVE up AS (
@@ -296,10 +284,15 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after flows.Effe
 	return list, err
 }
 
-// effects counts those of each of the nodes that its parent has not. It looks at a bounded number of rows of each node.
-func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.CheckpointID]int, error) {
-	rows, err := pgtx.Many[countRow](ctx, t, `
-		SELECT c.id AS parent_id, f.count + n.count AS count
+type effectCount struct {
+	ID    core.CheckpointID `db:"id"`
+	Count int               `db:"count"`
+}
+
+// CountEffects counts those of each of the nodes that its parent has not. It looks at a bounded number of rows of each node.
+func (t *Tx) CountEffects(ctx context.Context, ids []core.CheckpointID) (map[core.CheckpointID]int, error) {
+	rows, err := pgtx.Many[effectCount](ctx, t, `
+		SELECT c.id, f.count + n.count AS count
 		FROM checkpoints c LEFT JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = c.parent_id LIMIT 1) p ON true
 		CROSS JOIN LATERAL (SELECT count(*) FROM (SELECT FROM flows f WHERE`+segment+` LIMIT @most) few) f
 		CROSS JOIN LATERAL (SELECT least(coalesce(sum(n.count), 0), 1::bigint << 61)::bigint AS count FROM flow_counts n WHERE`+countSegment+`) n
@@ -312,7 +305,7 @@ func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.Che
 }
 
 // TidyFlows has the owner do it: nobody else may.
-func (t *tx) TidyFlows(ctx context.Context, keep time.Duration) error {
+func (t *Tx) TidyFlows(ctx context.Context, keep time.Duration) error {
 	if _, err := t.Exec(ctx, `SELECT coppice_tidy_flows(make_interval(secs => @keep))`, pgtx.Args{"keep": keep.Seconds()}); err != nil {
 		return err
 	}

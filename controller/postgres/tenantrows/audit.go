@@ -1,4 +1,4 @@
-package postgres
+package tenantrows
 
 import (
 	"context"
@@ -33,7 +33,7 @@ func (r auditRow) record() controller.AuditRecord {
 }
 
 // InsertAudit inserts a record with the transaction's origin.
-func (t *tx) InsertAudit(ctx context.Context, r controller.AuditRecord) error {
+func (t *Tx) InsertAudit(ctx context.Context, r controller.AuditRecord) error {
 	detail := any(nil)
 	if r.Detail != nil {
 		detail = r.Detail
@@ -46,7 +46,7 @@ func (t *tx) InsertAudit(ctx context.Context, r controller.AuditRecord) error {
 }
 
 // AuditRecords lists.
-func (t *tx) AuditRecords(ctx context.Context, f controller.AuditFilter) ([]controller.AuditRecord, error) {
+func (t *Tx) AuditRecords(ctx context.Context, f controller.AuditFilter) ([]controller.AuditRecord, error) {
 	q := &pgtx.Filter{Relation: "a", Args: pgtx.Args{"limit": f.Limit}}
 	if f.After != 0 {
 		q.Add("a.id < @after", "after", f.After)
@@ -69,12 +69,12 @@ func (t *tx) AuditRecords(ctx context.Context, f controller.AuditFilter) ([]cont
 }
 
 // SealAudit is a function of the schema: what a seal covers is defined there, once.
-func (t *tx) SealAudit(ctx context.Context) (int64, error) {
+func (t *Tx) SealAudit(ctx context.Context) (int64, error) {
 	return pgtx.One[int64](ctx, t, nil, `SELECT coppice_seal_audit() AS count`, pgtx.Args{})
 }
 
 // CheckAudit computes every seal again.
-func (t *tx) CheckAudit(ctx context.Context, project core.ProjectID) (controller.AuditCheck, error) {
+func (t *Tx) CheckAudit(ctx context.Context, project core.ProjectID) (controller.AuditCheck, error) {
 	return pgtx.One[controller.AuditCheck](ctx, t, nil, `
 		WITH chain AS (
 			SELECT s.seq, s.records, s.upper, s.hash, h.records = s.records AND h.hash = s.hash AND s.seq = row_number() OVER w

@@ -1,4 +1,4 @@
-package postgres
+package tenantrows
 
 import (
 	"context"
@@ -33,7 +33,7 @@ const claimKey = `
 		WHERE k.expires_at <= now()`
 
 // ClaimKey meets other claimants at the primary key. An expired row is taken over.
-func (t *tx) ClaimKey(ctx context.Context, project core.ProjectID, key string, use controller.KeyUse, ttl time.Duration) (controller.KeyUse, error) {
+func (t *Tx) ClaimKey(ctx context.Context, project core.ProjectID, key string, use controller.KeyUse, ttl time.Duration) (controller.KeyUse, error) {
 	for range claimAttempts {
 		n, err := t.Exec(ctx, claimKey, pgtx.Args{"project": project, "key": key, "hash": use.Hash[:], "object": use.Object, "ttl": ttl.Seconds()})
 		switch {
@@ -50,7 +50,7 @@ func (t *tx) ClaimKey(ctx context.Context, project core.ProjectID, key string, u
 }
 
 // KeyUse reads.
-func (t *tx) KeyUse(ctx context.Context, project core.ProjectID, key string) (controller.KeyUse, error) {
+func (t *Tx) KeyUse(ctx context.Context, project core.ProjectID, key string) (controller.KeyUse, error) {
 	rows, err := pgtx.Many[keyUseRow](ctx, t, `SELECT hash, object_id, answer FROM idempotency_keys WHERE project_id = @project AND key = @key AND expires_at > now()`,
 		pgtx.Args{"project": project, "key": key})
 	if err != nil || len(rows) == 0 {
@@ -60,21 +60,21 @@ func (t *tx) KeyUse(ctx context.Context, project core.ProjectID, key string) (co
 }
 
 // AnswerKey records what was made.
-func (t *tx) AnswerKey(ctx context.Context, project core.ProjectID, key, object string, answer json.RawMessage) error {
+func (t *Tx) AnswerKey(ctx context.Context, project core.ProjectID, key, object string, answer json.RawMessage) error {
 	_, err := t.Exec(ctx, `UPDATE idempotency_keys SET answer = @answer WHERE project_id = @project AND key = @key AND object_id = @object`,
 		pgtx.Args{"project": project, "key": key, "object": object, "answer": answer})
 	return err
 }
 
 // ReleaseKey makes the key free.
-func (t *tx) ReleaseKey(ctx context.Context, project core.ProjectID, key, object string) error {
+func (t *Tx) ReleaseKey(ctx context.Context, project core.ProjectID, key, object string) error {
 	_, err := t.Exec(ctx, `DELETE FROM idempotency_keys WHERE project_id = @project AND key = @key AND object_id = @object`,
 		pgtx.Args{"project": project, "key": key, "object": object})
 	return err
 }
 
 // SweepKeys removes expired keys. One that is being taken over is skipped.
-func (t *tx) SweepKeys(ctx context.Context, limit int) (int, error) {
+func (t *Tx) SweepKeys(ctx context.Context, limit int) (int, error) {
 	n, err := t.Exec(ctx, `
 		DELETE FROM idempotency_keys WHERE ctid = ANY(ARRAY(
 			SELECT ctid FROM idempotency_keys WHERE expires_at <= now() ORDER BY expires_at LIMIT @limit FOR UPDATE SKIP LOCKED))`,

@@ -1,4 +1,4 @@
-package postgres
+package tenantrows
 
 import (
 	"context"
@@ -9,6 +9,9 @@ import (
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
+
+// KeyChannel is the channel on which the ids of keys are sent that were revoked.
+const KeyChannel = "coppice_keys"
 
 // projectColumns need the relations p (a project) and q (its quotas).
 const projectColumns = ` p.id, p.name, p.created_at, q.version, q.max_workspaces, q.max_forks_in_flight, q.max_checkpoints, q.max_checkpoint_bytes,
@@ -43,21 +46,22 @@ func (r projectRow) project() controller.Project {
 	}}
 }
 
-func noProject(id core.ProjectID) error {
+// NoProject says that there is no such project.
+func NoProject(id core.ProjectID) error {
 	return core.Errorf(core.NotFound, core.CodeProjectNotFound, "there is no project %s", id)
 }
 
 // EnsureProject returns the project of that name, making it when it is missing.
-func (t *tx) EnsureProject(ctx context.Context, id core.ProjectID, name string) (controller.Project, error) {
+func (t *Tx) EnsureProject(ctx context.Context, id core.ProjectID, name string) (controller.Project, error) {
 	if _, err := t.Exec(ctx, `INSERT INTO projects (id, name) VALUES (@id, @name) ON CONFLICT (name) WHERE deleted_at IS NULL DO NOTHING`, pgtx.Args{"id": id, "name": name}); err != nil {
 		return controller.Project{}, err
 	}
-	row, err := pgtx.One[projectRow](ctx, t, noProject(id), `SELECT`+projectColumns+projectFrom+` AND p.name = @name AND p.deleted_at IS NULL`, pgtx.Args{"name": name})
+	row, err := pgtx.One[projectRow](ctx, t, NoProject(id), `SELECT`+projectColumns+projectFrom+` AND p.name = @name AND p.deleted_at IS NULL`, pgtx.Args{"name": name})
 	return row.project(), err
 }
 
 // InsertProject makes a project with the usual quotas.
-func (t *tx) InsertProject(ctx context.Context, id core.ProjectID, name string) (controller.Project, error) {
+func (t *Tx) InsertProject(ctx context.Context, id core.ProjectID, name string) (controller.Project, error) {
 	if _, err := t.Exec(ctx, `INSERT INTO projects (id, name) VALUES (@id, @name)`, pgtx.Args{"id": id, "name": name}); err != nil {
 		return controller.Project{}, err
 	}
@@ -65,26 +69,26 @@ func (t *tx) InsertProject(ctx context.Context, id core.ProjectID, name string) 
 }
 
 // Project returns one.
-func (t *tx) Project(ctx context.Context, id core.ProjectID) (controller.Project, error) {
-	row, err := pgtx.One[projectRow](ctx, t, noProject(id), `SELECT`+projectColumns+projectFrom+` AND p.id = @id`, pgtx.Args{"id": id})
+func (t *Tx) Project(ctx context.Context, id core.ProjectID) (controller.Project, error) {
+	row, err := pgtx.One[projectRow](ctx, t, NoProject(id), `SELECT`+projectColumns+projectFrom+` AND p.id = @id`, pgtx.Args{"id": id})
 	return row.project(), err
 }
 
 // Projects lists, newest first.
-func (t *tx) Projects(ctx context.Context, p controller.Page) ([]controller.Project, error) {
+func (t *Tx) Projects(ctx context.Context, p controller.Page) ([]controller.Project, error) {
 	rows, err := pgtx.Many[projectRow](ctx, t, `SELECT`+projectColumns+projectFrom+` AND (@after = '' OR p.id < @after) ORDER BY p.id DESC LIMIT @limit`,
 		pgtx.Args{"after": p.After, "limit": p.Limit})
 	return pgtx.Map(rows, projectRow.project), err
 }
 
 // DeleteProject destroys the project's keys. It takes the quotas away, which every admission needs, and then looks whether anything was admitted before.
-func (t *tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
+func (t *Tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
 	if _, err := t.Project(ctx, id); err != nil {
 		return err
 	}
 	n, err := t.Exec(ctx, `DELETE FROM quotas WHERE project_id = @id`, pgtx.Args{"id": id})
 	if err == nil && n == 0 {
-		err = noProject(id)
+		err = NoProject(id)
 	}
 	if err != nil {
 		return err
@@ -114,7 +118,7 @@ func (t *tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
 	}
 	_, err = t.Exec(ctx, `
 		WITH ended AS (UPDATE api_keys SET revoked_at = now() WHERE project_id = @id AND revoked_at IS NULL RETURNING id)
-		SELECT count(pg_notify(@channel, id)) FROM ended`, pgtx.Args{"id": id, "channel": keyChannel})
+		SELECT count(pg_notify(@channel, id)) FROM ended`, pgtx.Args{"id": id, "channel": KeyChannel})
 	return err
 }
 
@@ -144,7 +148,7 @@ func (r keyRow) key() controller.Key {
 }
 
 // EnsureKey stores a key unless one of the same secret is there.
-func (t *tx) EnsureKey(ctx context.Context, key controller.Key) error {
+func (t *Tx) EnsureKey(ctx context.Context, key controller.Key) error {
 	_, err := t.Exec(ctx, `
 		INSERT INTO api_keys (id, project_id, name, prefix, hash, scopes)
 		VALUES (@id, @project, @name, @prefix, @hash, @scopes) ON CONFLICT (hash) DO NOTHING`,
@@ -153,7 +157,7 @@ func (t *tx) EnsureKey(ctx context.Context, key controller.Key) error {
 }
 
 // KeyByHash finds a valid key.
-func (t *tx) KeyByHash(ctx context.Context, hash [32]byte) (controller.Key, error) {
+func (t *Tx) KeyByHash(ctx context.Context, hash [32]byte) (controller.Key, error) {
 	row, err := pgtx.One[keyRow](ctx, t, controller.ErrKeyEnded, `
 		SELECT`+keyColumns+` FROM api_keys k WHERE k.hash = @hash AND k.revoked_at IS NULL AND (k.expires_at IS NULL OR k.expires_at > now())`,
 		pgtx.Args{"hash": hash[:]})
@@ -172,7 +176,7 @@ type maxKeysRow struct {
 }
 
 // InsertKey makes a key of another. That one is locked, so that it cannot be revoked past its new child; so are the quotas.
-func (t *tx) InsertKey(ctx context.Context, key controller.Key, ttl time.Duration) (controller.Key, error) {
+func (t *Tx) InsertKey(ctx context.Context, key controller.Key, ttl time.Duration) (controller.Key, error) {
 	n, err := t.Exec(ctx, `
 		SELECT FROM api_keys WHERE id = @parent AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now()) FOR SHARE`, pgtx.Args{"parent": key.Parent})
 	if err == nil && n == 0 {
@@ -184,12 +188,12 @@ func (t *tx) InsertKey(ctx context.Context, key controller.Key, ttl time.Duratio
 	if _, err := t.Exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, pgtx.Args{"project": key.ProjectID}); err != nil {
 		return controller.Key{}, err
 	}
-	have, err := pgtx.One[maxKeysRow](ctx, t, noProject(key.ProjectID), `SELECT q.max_keys, (`+validKeys+`) AS used FROM quotas q WHERE q.project_id = @project`,
+	have, err := pgtx.One[maxKeysRow](ctx, t, NoProject(key.ProjectID), `SELECT q.max_keys, (`+validKeys+`) AS used FROM quotas q WHERE q.project_id = @project`,
 		pgtx.Args{"project": key.ProjectID})
 	if err != nil {
 		return controller.Key{}, err
 	}
-	if err := exceeded("keys", have.Used, 1, have.Max); err != nil {
+	if err := Exceeded("keys", have.Used, 1, have.Max); err != nil {
 		return controller.Key{}, err
 	}
 	row, err := pgtx.One[keyRow](ctx, t, nil, `
@@ -210,14 +214,14 @@ func (t *tx) InsertKey(ctx context.Context, key controller.Key, ttl time.Duratio
 const validKeys = `SELECT count(*) FROM api_keys WHERE project_id = @project AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now())`
 
 // Key returns one, ended or not.
-func (t *tx) Key(ctx context.Context, id core.KeyID) (controller.Key, error) {
+func (t *Tx) Key(ctx context.Context, id core.KeyID) (controller.Key, error) {
 	absent := core.Errorf(core.NotFound, core.CodeKeyNotFound, "there is no key %s", id)
 	row, err := pgtx.One[keyRow](ctx, t, absent, `SELECT`+keyColumns+` FROM api_keys k WHERE k.id = @id`, pgtx.Args{"id": id})
 	return row.key(), err
 }
 
 // Keys lists those of a project, newest first.
-func (t *tx) Keys(ctx context.Context, project core.ProjectID, p controller.Page) ([]controller.Key, error) {
+func (t *Tx) Keys(ctx context.Context, project core.ProjectID, p controller.Page) ([]controller.Key, error) {
 	rows, err := pgtx.Many[keyRow](ctx, t, `
 		SELECT`+keyColumns+` FROM api_keys k WHERE k.project_id = @project AND (@after = '' OR k.id < @after) ORDER BY k.id DESC LIMIT @limit`,
 		pgtx.Args{"project": project, "after": p.After, "limit": p.Limit})
@@ -226,7 +230,7 @@ func (t *tx) Keys(ctx context.Context, project core.ProjectID, p controller.Page
 
 // RevokeKey goes down from a key as often as it finds something to revoke: a child that was being made at the time holds
 // its parent's row until it can be seen.
-func (t *tx) RevokeKey(ctx context.Context, id core.KeyID) error {
+func (t *Tx) RevokeKey(ctx context.Context, id core.KeyID) error {
 	for {
 		n, err := t.Exec(ctx, `
 			WITH RECURSIVE below AS (
@@ -235,7 +239,7 @@ func (t *tx) RevokeKey(ctx context.Context, id core.KeyID) error {
 			), ended AS (
 				UPDATE api_keys SET revoked_at = now() WHERE id IN (SELECT id FROM below) AND revoked_at IS NULL RETURNING id
 			)
-			SELECT pg_notify(@channel, id) FROM ended`, pgtx.Args{"id": id, "channel": keyChannel})
+			SELECT pg_notify(@channel, id) FROM ended`, pgtx.Args{"id": id, "channel": KeyChannel})
 		if err != nil || n == 0 {
 			return err
 		}
@@ -243,7 +247,7 @@ func (t *tx) RevokeKey(ctx context.Context, id core.KeyID) error {
 }
 
 // EndedKeys says which of the keys are not valid any more.
-func (t *tx) EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, error) {
+func (t *Tx) EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, error) {
 	if len(ids) == 0 {
 		return nil, nil
 	}
@@ -252,7 +256,7 @@ func (t *tx) EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, err
 }
 
 // UseKeys never moves a time back: another controller may have written a later one.
-func (t *tx) UseKeys(ctx context.Context, at map[core.KeyID]time.Time) error {
+func (t *Tx) UseKeys(ctx context.Context, at map[core.KeyID]time.Time) error {
 	ids, times := make([]string, 0, len(at)), make([]time.Time, 0, len(at))
 	for id, when := range at {
 		ids, times = append(ids, string(id)), append(times, when)
