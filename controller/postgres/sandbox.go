@@ -7,7 +7,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
@@ -119,16 +118,6 @@ func (t *tx) InsertSandboxes(list []controller.Sandbox) {
 		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, mac, ip, tree_id)
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, workspace_id text, epoch bigint, runner_id text,
 			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text, tree_id text)`, pgtx.Args{"rows": rows})
-}
-
-// Occupied reads the row of the runner's load. The insertion has changed this row and so locked it: later placements on the runner wait for
-// this transaction.
-func (t *tx) Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error) {
-	rows, err := pgtx.AsSystem[usedRow](ctx, t, `SELECT`+usedColumns+` FROM runner_loads l WHERE l.runner_id = @runner`, pgtx.Args{"runner": runner})
-	if err != nil || len(rows) != 1 {
-		return runnerapi.Capacity{}, err
-	}
-	return rows[0].capacity(), nil
 }
 
 func (t *tx) sandboxes(ctx context.Context, where string, a pgtx.Args) ([]controller.Sandbox, error) {

@@ -20,6 +20,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
+	"github.com/coppice-dev/coppice/controller/postgres/fleetrows"
 	"github.com/coppice-dev/coppice/controller/postgres/flowrows"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
@@ -156,12 +157,14 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 // tx is one transaction with all statements: those of this package, in files named after what they keep, and those of the packages below.
 type tx struct {
 	*pgtx.Tx
+	fleetTx
 	flowTx
 	tenantTx
 }
 
 // Each package has a type Tx of its own.
 type (
+	fleetTx  = fleetrows.Tx
 	flowTx   = flowrows.Tx
 	tenantTx = tenantrows.Tx
 )
@@ -170,5 +173,5 @@ var _ controller.AllTx = (*tx)(nil)
 
 // newTx names no field of tx, so that none is forgotten.
 func newTx(t *pgtx.Tx) *tx {
-	return &tx{t, flowTx{Tx: t}, tenantTx{Tx: t}}
+	return &tx{t, fleetTx{Tx: t}, flowTx{Tx: t}, tenantTx{Tx: t}}
 }

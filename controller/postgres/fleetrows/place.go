@@ -1,4 +1,4 @@
-package postgres
+package fleetrows
 
 import (
 	"context"
@@ -29,7 +29,7 @@ type loadedRow struct {
 }
 
 // placed reads the runners of some loads, in the order of the loads. Those that were given up are left out.
-func (t *tx) placed(ctx context.Context, loads string, a pgtx.Args) ([]controller.Runner, error) {
+func (t *Tx) placed(ctx context.Context, loads string, a pgtx.Args) ([]controller.Runner, error) {
 	rows, err := pgtx.ByIndex[loadedRow](ctx, t, `
 		SELECT`+runnerColumns+`,`+usedColumns+`, l.images_sum FROM (`+loads+`) l
 		CROSS JOIN LATERAL (SELECT * FROM runners x WHERE x.id = l.runner_id AND x.fenced_at IS NULL LIMIT 1) r ORDER BY l.fill, l.runner_id`, a)
@@ -42,7 +42,7 @@ func (t *tx) placed(ctx context.Context, loads string, a pgtx.Args) ([]controlle
 }
 
 // LoadedRunners looks up each.
-func (t *tx) LoadedRunners(ctx context.Context, ids []core.RunnerID) ([]controller.Runner, error) {
+func (t *Tx) LoadedRunners(ctx context.Context, ids []core.RunnerID) ([]controller.Runner, error) {
 	return t.placed(ctx, `
 		SELECT k.* FROM unnest(@ids::text[]) AS asked (id) CROSS JOIN LATERAL (SELECT * FROM runner_loads x WHERE x.runner_id = asked.id LIMIT 1) k`,
 		pgtx.Args{"ids": pgtx.Texts(ids)})
@@ -52,7 +52,7 @@ func (t *tx) LoadedRunners(ctx context.Context, ids []core.RunnerID) ([]controll
 const holdsImage = ` AND EXISTS (SELECT 1 FROM image_locations il WHERE il.runner_id = k.runner_id AND il.image_id = ANY(@images::text[]) OFFSET 0)`
 
 // EmptiestRunners reads the loads in the order of an index and stops at the limit.
-func (t *tx) EmptiestRunners(ctx context.Context, f controller.EmptiestFilter) ([]controller.Runner, error) {
+func (t *Tx) EmptiestRunners(ctx context.Context, f controller.EmptiestFilter) ([]controller.Runner, error) {
 	a := pgtx.Args{"limit": f.Limit}
 	where := `k.open`
 	if f.Class != nil {
@@ -77,7 +77,7 @@ func (t *tx) EmptiestRunners(ctx context.Context, f controller.EmptiestFilter) (
 }
 
 // ImageHolders reads at most limit.
-func (t *tx) ImageHolders(ctx context.Context, image core.Digest, limit int) (ids []core.ImageID, holders []core.RunnerID, err error) {
+func (t *Tx) ImageHolders(ctx context.Context, image core.Digest, limit int) (ids []core.ImageID, holders []core.RunnerID, err error) {
 	rows, err := pgtx.ByIndex[imageHolderRow](ctx, t, `
 		SELECT i.id, l.runner_id FROM (SELECT id FROM images WHERE project_id = @system AND digest = @image) i CROSS JOIN LATERAL (
 			SELECT DISTINCT runner_id FROM (SELECT x.runner_id FROM image_locations x WHERE x.image_id = i.id LIMIT @limit) AS few
@@ -97,13 +97,13 @@ type imageHolderRow struct {
 }
 
 // Reachable stops at the first.
-func (t *tx) Reachable(ctx context.Context) (bool, error) {
+func (t *Tx) Reachable(ctx context.Context) (bool, error) {
 	rows, err := pgtx.AsSystem[string](ctx, t, `SELECT r.endpoint FROM runners r WHERE r.lease_expires_at > now() AND r.fenced_at IS NULL LIMIT 1`, pgtx.Args{})
 	return len(rows) > 0, err
 }
 
 // BothHolder follows the copies of the two in the order of their key.
-func (t *tx) BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error) {
+func (t *Tx) BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error) {
 	rows, err := pgtx.Many[string](ctx, t, `
 		SELECT r.endpoint FROM checkpoint_copies x JOIN checkpoint_copies y ON y.runner_id = x.runner_id AND y.checkpoint_id = @b
 		CROSS JOIN LATERAL (SELECT * FROM runners z WHERE z.id = x.runner_id AND z.lease_expires_at > now() AND z.fenced_at IS NULL LIMIT 1) r
@@ -112,4 +112,14 @@ func (t *tx) BothHolder(ctx context.Context, a, b core.CheckpointID) (string, er
 		return "", err
 	}
 	return rows[0], nil
+}
+
+// Occupied reads the row of the runner's load. The insertion has changed this row and so locked it: later placements on the runner wait for
+// this transaction.
+func (t *Tx) Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error) {
+	rows, err := pgtx.AsSystem[usedRow](ctx, t, `SELECT`+usedColumns+` FROM runner_loads l WHERE l.runner_id = @runner`, pgtx.Args{"runner": runner})
+	if err != nil || len(rows) != 1 {
+		return runnerapi.Capacity{}, err
+	}
+	return rows[0].capacity(), nil
 }

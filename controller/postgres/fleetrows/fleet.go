@@ -1,4 +1,4 @@
-package postgres
+package fleetrows
 
 import (
 	"context"
@@ -55,7 +55,7 @@ func noRunner(id core.RunnerID) error {
 const maxEpoch = 1 << 53
 
 // RegisterRunner begins a new lease epoch, which is greater than every earlier one, those that the database has lost included.
-func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl time.Duration) (controller.Runner, error) {
+func (t *Tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl time.Duration) (controller.Runner, error) {
 	i := reg.Info
 	row, err := pgtx.One[runnerRow](ctx, t, nil, `
 		WITH r AS (
@@ -77,20 +77,20 @@ func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl tim
 }
 
 // Runner returns one.
-func (t *tx) Runner(ctx context.Context, id core.RunnerID) (controller.Runner, error) {
+func (t *Tx) Runner(ctx context.Context, id core.RunnerID) (controller.Runner, error) {
 	row, err := pgtx.One[runnerRow](ctx, t, noRunner(id), `SELECT`+runnerColumns+` FROM runners r WHERE r.id = @id`, pgtx.Args{"id": id})
 	return row.runner(), err
 }
 
 // DrainRunner says whether a runner gets new sandboxes.
-func (t *tx) DrainRunner(ctx context.Context, id core.RunnerID, on bool) (controller.Runner, error) {
+func (t *Tx) DrainRunner(ctx context.Context, id core.RunnerID, on bool) (controller.Runner, error) {
 	row, err := pgtx.One[runnerRow](ctx, t, noRunner(id), `
 		WITH r AS (UPDATE runners SET draining = @on WHERE id = @id AND removed_at IS NULL RETURNING *) SELECT`+runnerColumns+` FROM r`, pgtx.Args{"id": id, "on": on})
 	return row.runner(), err
 }
 
 // Runners lists, newest first.
-func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runner, error) {
+func (t *Tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runner, error) {
 	q := pgtx.NewFilter("r", p, false)
 	q.Add("r.removed_at IS NULL", "", nil)
 	rows, err := pgtx.Many[runnerRow](ctx, t, `SELECT`+runnerColumns+` FROM runners r`+q.Where()+q.Tail(), q.Args)
@@ -99,7 +99,7 @@ func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runne
 
 // FenceRunners gives up on runners that have been silent for so long that they have killed their sandboxes themselves. It leaves
 // those out that somebody else has locked.
-func (t *tx) FenceRunners(ctx context.Context, hard time.Duration, limit int) ([]core.RunnerID, error) {
+func (t *Tx) FenceRunners(ctx context.Context, hard time.Duration, limit int) ([]core.RunnerID, error) {
 	rows, err := pgtx.Many[core.RunnerID](ctx, t, `
 		WITH due AS (
 			SELECT id FROM runners WHERE lease_expires_at < now() - make_interval(secs => @hard) AND fenced_at IS NULL
@@ -116,42 +116,4 @@ func (t *tx) FenceRunners(ctx context.Context, hard time.Duration, limit int) ([
 		DELETE FROM store_holds h USING runners r WHERE r.id = h.runner_id AND r.fenced_at IS NOT NULL AND (r.removed_at IS NOT NULL
 			OR NOT EXISTS (SELECT 1 FROM checkpoints c WHERE c.runner_id = r.id AND c.state IN ('capturing', 'captured')))`, pgtx.Args{})
 	return rows, err
-}
-
-// running selects from the sandboxes s of a runner those that are the present ones of workspaces w that run.
-const running = ` s.ended_at IS NULL AND w.sandbox_id = s.id AND w.state IN ('ready', 'checkpointing')`
-
-// FencedRunners lists runners that were given up although the rows say that workspaces run there. One that holds no sandbox
-// costs one probe.
-func (t *tx) FencedRunners(ctx context.Context, limit int) ([]core.RunnerID, error) {
-	return pgtx.Many[core.RunnerID](ctx, t, `
-		SELECT r.id FROM runners r JOIN runner_loads l ON l.runner_id = r.id AND l.sandboxes > 0 WHERE r.fenced_at IS NOT NULL
-			AND EXISTS (SELECT 1 FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id WHERE s.runner_id = r.id AND`+running+` OFFSET 0)
-		ORDER BY r.id LIMIT @limit`, pgtx.Args{"limit": limit})
-}
-
-// LoseWorkspaces ends workspaces that run on a runner that was given up. The runner's row is locked, so that it does not register
-// meanwhile. Rows that somebody else has locked are left out.
-func (t *tx) LoseWorkspaces(ctx context.Context, runner core.RunnerID, why controller.Failure, limit int) ([]core.WorkspaceID, error) {
-	n, err := t.Exec(ctx, `SELECT FROM runners WHERE id = @runner AND fenced_at IS NOT NULL FOR NO KEY UPDATE SKIP LOCKED`, pgtx.Args{"runner": runner})
-	if err != nil || n == 0 {
-		return nil, err
-	}
-	rows, err := pgtx.Many[heldRow](ctx, t, `
-		SELECT s.id, w.id AS workspace_id, w.state, true AS current, true AS settled, s.stalled_at AS stalled
-		FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id WHERE s.runner_id = @runner AND`+running+`
-		ORDER BY w.id LIMIT @limit FOR NO KEY UPDATE OF w SKIP LOCKED`, pgtx.Args{"runner": runner, "limit": limit})
-	if err != nil || len(rows) == 0 {
-		return nil, err
-	}
-	ended := make([]controller.EndedWorkspace, len(rows))
-	for i, r := range rows {
-		ended[i] = controller.EndedWorkspace{ID: r.WorkspaceID, To: core.WorkspaceLost, Sandbox: r.ID, Failure: &why}
-	}
-	list, err := t.EndWorkspaces(ctx, ended)
-	ids := make([]core.WorkspaceID, len(list))
-	for i, w := range list {
-		ids[i] = w.ID
-	}
-	return ids, err
 }

@@ -1,4 +1,4 @@
-package postgres
+package fleetrows
 
 import (
 	"context"
@@ -12,7 +12,7 @@ import (
 // InsertDataWrites records writes that a runner's data plane has passed on. Those of sandboxes that are not the runner's, or by keys that are not of
 // the sandbox's project, are left out: no runner writes into the log of others. Writes with a number are recorded once: the runner tells them again
 // when it has missed an answer.
-func (t *tx) InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error {
+func (t *Tx) InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error {
 	if len(list) == 0 {
 		return nil
 	}
@@ -50,7 +50,7 @@ type dataLogRow struct {
 }
 
 // newWrites leaves out the writes that were recorded before, and notes that the others are recorded now.
-func (t *tx) newWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) ([]runnerapi.DataWrite, error) {
+func (t *Tx) newWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) ([]runnerapi.DataWrite, error) {
 	row, err := pgtx.One[dataLogRow](ctx, t, noRunner(runner), `SELECT data_log, data_recorded FROM runners WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": runner})
 	if err != nil {
 		return nil, err

@@ -1,4 +1,4 @@
-package postgres
+package fleetrows
 
 import (
 	"context"
@@ -12,13 +12,13 @@ import (
 const clusterColumns = ` id, authority, authority_key, pass_key`
 
 // Cluster returns the one that the database belongs to.
-func (t *tx) Cluster(ctx context.Context) (controller.Cluster, error) {
+func (t *Tx) Cluster(ctx context.Context) (controller.Cluster, error) {
 	absent := core.Errorf(core.NotFound, core.CodeInternal, "the database belongs to no cluster yet")
 	return pgtx.One[controller.Cluster](ctx, t, absent, `SELECT`+clusterColumns+` FROM clusters`, pgtx.Args{})
 }
 
 // EnsureCluster lets the first of several controllers win.
-func (t *tx) EnsureCluster(ctx context.Context, c controller.Cluster) (controller.Cluster, error) {
+func (t *Tx) EnsureCluster(ctx context.Context, c controller.Cluster) (controller.Cluster, error) {
 	if _, err := t.Exec(ctx, `
 		INSERT INTO clusters (id, authority, authority_key, pass_key) VALUES (@id, @authority, @authority_key, @pass_key)
 		ON CONFLICT ON CONSTRAINT clusters_single_key DO NOTHING`,
@@ -41,7 +41,7 @@ func (r runnerTokenRow) token() controller.RunnerToken {
 }
 
 // InsertRunnerToken stores the hash of a token. It forgets tokens that have expired, and those that were spent long ago.
-func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken, ttl time.Duration) (controller.RunnerToken, error) {
+func (t *Tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken, ttl time.Duration) (controller.RunnerToken, error) {
 	if _, err := t.Exec(ctx, `
 		DELETE FROM runner_tokens WHERE expires_at < now() - CASE WHEN used_at IS NULL THEN interval '0' ELSE interval '30 days' END`, pgtx.Args{}); err != nil {
 		return token, err
@@ -64,7 +64,7 @@ func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 
 // UseRunnerToken spends a token, once, whoever races for it. A token from before a failover is refused: the failover may have lost that it
 // was spent, and a second host would get the same identity.
-func (t *tx) UseRunnerToken(ctx context.Context, hash [32]byte) (controller.RunnerToken, error) {
+func (t *Tx) UseRunnerToken(ctx context.Context, hash [32]byte) (controller.RunnerToken, error) {
 	absent := core.Errorf(core.Unauthenticated, core.CodeJoinTokenRefused,
 		"the join token is not known, was used, has expired or was made before a failover of the database; make another with coppice runner-token create")
 	row, err := pgtx.One[runnerTokenRow](ctx, t, absent, `
@@ -74,7 +74,7 @@ func (t *tx) UseRunnerToken(ctx context.Context, hash [32]byte) (controller.Runn
 }
 
 // InsertRunnerIdentity lets a runner in.
-func (t *tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
+func (t *Tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
 	if _, err := t.Exec(ctx, `
 		INSERT INTO runner_identities (runner_id) VALUES (@id) ON CONFLICT ON CONSTRAINT runner_identities_pkey DO NOTHING`, pgtx.Args{"id": id}); err != nil {
 		return err
@@ -83,7 +83,7 @@ func (t *tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
 }
 
 // RemovedRunners lists those that were removed within that time, the latest first.
-func (t *tx) RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error) {
+func (t *Tx) RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error) {
 	rows, err := pgtx.Many[core.RunnerID](ctx, t, `
 		SELECT runner_id FROM runner_identities WHERE revoked_at > now() - make_interval(secs => @within) ORDER BY revoked_at DESC LIMIT @most`,
 		pgtx.Args{"within": within.Seconds(), "most": most})
@@ -95,7 +95,7 @@ func (t *tx) RemovedRunners(ctx context.Context, within time.Duration, most int)
 }
 
 // RunnerHeard says how long ago a runner was last heard, or joined.
-func (t *tx) RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error) {
+func (t *Tx) RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error) {
 	row, err := pgtx.One[float64](ctx, t, noRunner(id), `
 		SELECT extract(epoch FROM now() - greatest(i.joined_at, r.heartbeat_at))::float8 AS seconds
 		FROM runner_identities i LEFT JOIN runners r ON r.id = i.runner_id WHERE i.runner_id = @id`, pgtx.Args{"id": id})
@@ -103,7 +103,7 @@ func (t *tx) RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, 
 }
 
 // RunnerIdentity says whether a runner is in.
-func (t *tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
+func (t *Tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
 	absent := core.Errorf(core.NotFound, core.CodeRunnerNotFound, "runner %s has not joined this cluster", id)
 	row, err := pgtx.One[bool](ctx, t, absent, `SELECT revoked_at IS NOT NULL AS revoked FROM runner_identities WHERE runner_id = @id`, pgtx.Args{"id": id})
 	if err == nil && row {
@@ -113,7 +113,7 @@ func (t *tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
 }
 
 // RemoveRunner revokes an identity. Doing so again is no error.
-func (t *tx) RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error) {
+func (t *Tx) RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error) {
 	known, err := t.Exec(ctx, `UPDATE runner_identities SET revoked_at = coalesce(revoked_at, now()) WHERE runner_id = @id`, pgtx.Args{"id": id})
 	if err != nil {
 		return nil, err

@@ -1,4 +1,4 @@
-package postgres
+package fleetrows
 
 import (
 	"context"
@@ -20,7 +20,7 @@ type newImage struct {
 
 // SetImages replaces what a runner is known to hold, and records the checksum of the list. What is in a runner's own store was put there by the operator: it
 // is published to all projects.
-func (t *tx) SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error {
+func (t *Tx) SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error {
 	rows := make([]newImage, len(images))
 	for i, img := range images {
 		rows[i] = newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
@@ -68,7 +68,7 @@ func (r imageRow) image() controller.Image {
 const imageColumns = ` i.id, i.digest, i.size_bytes, i.built_at, array_agg(DISTINCT l.runner_id::text) AS runners`
 
 // Images lists what runners hold, one entry for each name of an image, newest first.
-func (t *tx) Images(ctx context.Context, p controller.Page) ([]controller.Image, error) {
+func (t *Tx) Images(ctx context.Context, p controller.Page) ([]controller.Image, error) {
 	rows, err := pgtx.Many[imageRow](ctx, t, `
 		SELECT`+imageColumns+`, l.name FROM image_locations l JOIN images i ON i.id = l.image_id
 		GROUP BY i.id, l.name HAVING (@after::text = '' OR (i.id || '/' || l.name) COLLATE "C" < @after COLLATE "C")
@@ -89,7 +89,7 @@ type foundImageRow struct {
 
 // FindImage steps through the images that have the name, the last recorded first, however many runners hold each. It takes the newest
 // of them that a runner with a lease holds.
-func (t *tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
+func (t *Tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
 	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
 	rows, err := pgtx.ByIndex[foundImageRow](ctx, t, `
 		WITH RECURSIVE named AS (

@@ -1,4 +1,4 @@
-package postgres
+package fleetrows
 
 import (
 	"context"
@@ -16,7 +16,7 @@ const takeTotals = `
 		received_bytes = greatest(t.received_bytes, excluded.received_bytes), sampled_at = greatest(t.sampled_at, excluded.sampled_at)`
 
 // InsertUsage notes what a runner's own sandboxes have used.
-func (t *tx) InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error {
+func (t *Tx) InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error {
 	if len(list) == 0 {
 		return nil
 	}
@@ -36,7 +36,7 @@ type lastRow struct {
 
 // RollUsage moves samples of earlier versions into the totals along the key, at most limit of them. A total is the largest report, so the samples
 // of a sandbox may move in parts.
-func (t *tx) RollUsage(ctx context.Context, limit int) (int, error) {
+func (t *Tx) RollUsage(ctx context.Context, limit int) (int, error) {
 	last, err := pgtx.InOrder[lastRow](ctx, t, `SELECT u.sandbox_id AS last, u.created_at AS at FROM usage_samples u ORDER BY u.sandbox_id, u.created_at OFFSET @limit - 1 LIMIT 1`, pgtx.Args{"limit": limit})
 	if err != nil {
 		return 0, err
@@ -71,9 +71,12 @@ type sumRow struct {
 	SampledAt     *time.Time `db:"sampled_at"`
 }
 
+// living are the states of checkpoints that count.
+var living = pgtx.Quoted(core.CheckpointCaptured, core.CheckpointSealed)
+
 // usageOf sums over the relations ws (ids of workspaces) and cps (ids of checkpoints). Reports are cumulative: the largest of a
 // sandbox counts. A sample of an earlier version is in usage_samples until it is in the totals.
-func (t *tx) usageOf(ctx context.Context, with string, a pgtx.Args) (controller.Usage, error) {
+func (t *Tx) usageOf(ctx context.Context, with string, a pgtx.Args) (controller.Usage, error) {
 	row, err := pgtx.One[sumRow](ctx, t, nil, with+`, used AS (
 			SELECT max(u.cpu_seconds) AS cpu, max(u.sent_bytes) AS sent, max(u.received_bytes) AS received, max(u.at) AS at FROM (
 				SELECT sandbox_id, cpu_seconds, sent_bytes, received_bytes, sampled_at AS at FROM usage_totals WHERE workspace_id IN (SELECT id FROM ws)
@@ -94,12 +97,12 @@ func (t *tx) usageOf(ctx context.Context, with string, a pgtx.Args) (controller.
 }
 
 // WorkspaceUsage sums one workspace, with the checkpoints that were taken of it.
-func (t *tx) WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (controller.Usage, error) {
+func (t *Tx) WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (controller.Usage, error) {
 	return t.usageOf(ctx, `WITH ws AS (SELECT @id::text AS id), cps AS (SELECT c.id FROM checkpoints c WHERE c.workspace_id = @id)`, pgtx.Args{"id": id})
 }
 
 // CheckpointUsage sums a subtree: its checkpoints, and the workspaces that were forked from one of them.
-func (t *tx) CheckpointUsage(ctx context.Context, id core.CheckpointID) (controller.Usage, error) {
+func (t *Tx) CheckpointUsage(ctx context.Context, id core.CheckpointID) (controller.Usage, error) {
 	return t.usageOf(ctx, `
 		WITH RECURSIVE cps AS (
 			SELECT c.id FROM checkpoints c WHERE c.id = @id

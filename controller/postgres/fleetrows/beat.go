@@ -1,4 +1,4 @@
-package postgres
+package fleetrows
 
 import (
 	"context"
@@ -29,7 +29,7 @@ type beatRow struct {
 const oldBeatAge = time.Minute
 
 // HeartbeatRunner locks the runner's row first: heartbeats of one runner take turns.
-func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (controller.Beaten, error) {
+func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (controller.Beaten, error) {
 	row, err := pgtx.One[beatRow](ctx, t, noRunner(id), `
 		SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, heartbeat_at, endpoint,
 			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = runners.id), '') AS images_sum,
@@ -97,7 +97,7 @@ type heldRow struct {
 
 // HeldSandboxes compares two moments of the database's clock for Settled. A sandbox that is being suspended is never current: its
 // runner stops it before its operation writes that.
-func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID, which controller.HeldFilter) ([]controller.HeldSandbox, error) {
+func (t *Tx) HeldSandboxes(ctx context.Context, id core.RunnerID, which controller.HeldFilter) ([]controller.HeldSandbox, error) {
 	if !which.All && len(which.Sandboxes)+len(which.Workspaces) == 0 {
 		return nil, nil
 	}
@@ -126,7 +126,7 @@ type stallRow struct {
 }
 
 // SetStalls locks the workspaces first, as everybody does: their events follow the order of their changes.
-func (t *tx) SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]controller.Stall) error {
+func (t *Tx) SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]controller.Stall) error {
 	if len(list) == 0 {
 		return nil
 	}
@@ -156,7 +156,7 @@ type heldCheckpointRow struct {
 }
 
 // HeldCheckpoints looks up each id. A checkpoint that is being captured has no runner yet; one that is sealed may have been fetched.
-func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) (out controller.HeldCheckpoints, err error) {
+func (t *Tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) (out controller.HeldCheckpoints, err error) {
 	if len(ids) == 0 {
 		return out, nil
 	}
@@ -185,7 +185,7 @@ type heldSumRow struct {
 
 // HeldSums reads the copies' sum from an index alone, and takes out of it, one by one, those that do not count. The few sandboxes are added
 // up here: a hash costs the database ten times as much as a row.
-func (t *tx) HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error) {
+func (t *Tx) HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error) {
 	row, err := pgtx.One[heldSumRow](ctx, t, nil, `
 		SELECT ARRAY(SELECT id FROM sandboxes WHERE runner_id = @runner AND ended_at IS NULL) AS sandboxes,
 			coalesce((SELECT bit_xor(coalesce(id_sum, coppice_id_sum(checkpoint_id))) FROM checkpoint_copies WHERE runner_id = @runner), 0)
