@@ -34,7 +34,7 @@ type statement struct {
 	row  types.Type            // of its result; nil: none is read
 }
 
-// function is a function of the adapter, and file is where it is.
+// function is a function of the adapter.
 type function struct {
 	decl *ast.FuncDecl
 	info *types.Info
@@ -216,12 +216,27 @@ func (x *sources) ofCall(c call, sql, args ast.Expr, row types.Type) ([]statemen
 			return nil, err
 		}
 		for _, text := range found {
-			s := statement{at: x.fset.Position(c.expr.Pos()), sql: text, row: row}
+			s := statement{at: x.fset.Position(origin(sql, in)), sql: text, row: row}
 			s.args, s.all = x.named(args, in)
 			list = append(list, s)
 		}
 	}
 	return list, nil
+}
+
+// origin is where the text of a statement is written.
+func origin(sql ast.Expr, in *scope) token.Pos {
+	for {
+		id, ok := sql.(*ast.Ident)
+		if !ok {
+			return sql.Pos()
+		}
+		b, ok := in.args[in.info.Uses[id]]
+		if !ok {
+			return sql.Pos()
+		}
+		sql, in = b.expr, b.in
+	}
 }
 
 // scopes are those of all calls of a function.
