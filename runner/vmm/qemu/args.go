@@ -33,10 +33,12 @@ type profile struct {
 // What emulation does badly is left out of it. With the ERMS flag the guest's kernel clears and copies pages by "rep movsb",
 // which TCG does byte by byte: without it the image boots in 3.0 s instead of 4.2. FSRM must go with it: QEMU 10 has it, and a 6.1
 // kernel that sees it takes ERMS for granted and hangs early in its boot. Mitigations of speculative execution, which
-// TCG has none of, cost 8 % of a fork's CPU time (both measured under other load, medians of six).
+// TCG has none of, cost 8 % of a fork's CPU time (both measured under other load, medians of six). The kernel's check of
+// the timer at boot expects interrupts within milliseconds; on a busy host they come later, and the kernel panics in
+// setup_IO_APIC.
 const (
 	tcgCPU    = "max,erms=off,fsrm=off"
-	tcgKernel = "mitigations=off"
+	tcgKernel = "mitigations=off no_timer_check"
 )
 
 // arguments returns the command line of a machine. It is a pure function, and equal for all machines of one shape, so
