@@ -157,10 +157,12 @@ func TestFreeAddressesAreInThePool(t *testing.T) {
 	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		seen := map[string]bool{}
 		var except []string // all but those of one /24 and a little
+		excepted := map[string]bool{}
 		for a := 1; a < 255; a++ {
 			for b := range 256 {
 				if a%100 != 0 {
-					except = append(except, fmt.Sprintf("10.83.%d.%d", a, b))
+					ip := fmt.Sprintf("10.83.%d.%d", a, b)
+					except, excepted[ip] = append(except, ip), true
 				}
 			}
 		}
@@ -175,7 +177,7 @@ func TestFreeAddressesAreInThePool(t *testing.T) {
 			}
 			clear(seen)
 			for _, ip := range list {
-				if seen[ip] || ip == "10.83.255.255" || len(ip) < 9 || ip[:7] == "10.83.0" || i%2 == 1 && slices.Contains(except, ip) {
+				if seen[ip] || ip == "10.83.255.255" || len(ip) < 9 || ip[:7] == "10.83.0" || i%2 == 1 && excepted[ip] {
 					t.Fatalf("%s", ip)
 				}
 				seen[ip] = true
