@@ -93,11 +93,11 @@ func (t *tx) EventMarks(ctx context.Context) (controller.EventMarks, error) {
 
 // Transaction returns the id of this transaction.
 func (t *tx) Transaction(ctx context.Context) (uint64, error) {
-	row, err := pgtx.One[string](ctx, t, nil, `SELECT pg_current_xact_id()::text AS id`, pgtx.Args{})
+	text, err := pgtx.One[string](ctx, t, nil, `SELECT pg_current_xact_id()::text AS id`, pgtx.Args{})
 	if err != nil {
 		return 0, err
 	}
-	id, err := strconv.ParseUint(row, 10, 64)
+	id, err := strconv.ParseUint(text, 10, 64)
 	if err != nil {
 		return 0, fmt.Errorf("read a transaction's id: %w", err)
 	}

@@ -30,7 +30,7 @@ func (t *tx) RenewImport(ctx context.Context, id core.CheckpointID, lease time.D
 
 // CommitImport makes the row of the checkpoint go through its states at once.
 func (t *tx) CommitImport(ctx context.Context, cp controller.Checkpoint, in runnerapi.CommitSeal) (controller.Checkpoint, error) {
-	row, err := pgtx.One[string](ctx, t, controller.ErrImportLost, `
+	prefix, err := pgtx.One[string](ctx, t, controller.ErrImportLost, `
 		SELECT coppice_seal_prefix(project_id, checkpoint_id, 1) AS prefix FROM imports WHERE checkpoint_id = @id FOR UPDATE`, pgtx.Args{"id": cp.ID})
 	if err != nil {
 		return cp, err
@@ -55,7 +55,7 @@ func (t *tx) CommitImport(ctx context.Context, cp controller.Checkpoint, in runn
 		}); err != nil {
 		return cp, err
 	}
-	if err := t.CommitSeal(ctx, controller.SealAttempt{Checkpoint: cp.ID, Project: cp.ProjectID, Attempt: 1, Prefix: row}, in); err != nil {
+	if err := t.CommitSeal(ctx, controller.SealAttempt{Checkpoint: cp.ID, Project: cp.ProjectID, Attempt: 1, Prefix: prefix}, in); err != nil {
 		return cp, err
 	}
 	if _, err := t.Exec(ctx, `DELETE FROM imports WHERE checkpoint_id = @id`, pgtx.Args{"id": cp.ID}); err != nil {
@@ -93,9 +93,9 @@ func (t *tx) EndImport(ctx context.Context, project core.ProjectID, id core.Chec
 	if _, err := t.Exec(ctx, `DELETE FROM imports WHERE checkpoint_id = @id`, pgtx.Args{"id": id}); err != nil {
 		return false, err
 	}
-	row, err := pgtx.One[bool](ctx, t, nil, `SELECT EXISTS (SELECT 1 FROM checkpoints WHERE id = @id) AS committed`, pgtx.Args{"id": id})
-	if err != nil || row {
-		return row, err
+	committed, err := pgtx.One[bool](ctx, t, nil, `SELECT EXISTS (SELECT 1 FROM checkpoints WHERE id = @id) AS committed`, pgtx.Args{"id": id})
+	if err != nil || committed {
+		return committed, err
 	}
 	_, err = t.Exec(ctx, `
 		INSERT INTO store_debris (prefix, project_id) VALUES (coppice_seal_prefix(@project, @id, 1), @project)

@@ -12,6 +12,7 @@ import (
 	"go/token"
 	"go/types"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -499,9 +500,7 @@ func (x *sources) named(e ast.Expr, in *scope) (args map[string]types.Type, all 
 		}
 		in.assigned(v, func(_ token.Token, value ast.Expr) {
 			some, _ := x.named(value, in)
-			for name, typ := range some {
-				args[name] = typ
-			}
+			maps.Copy(args, some)
 		})
 		ast.Inspect(in.decl, func(n ast.Node) bool {
 			if a, ok := n.(*ast.AssignStmt); ok && len(a.Lhs) == len(a.Rhs) {

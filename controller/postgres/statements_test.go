@@ -274,8 +274,8 @@ func reflected(t types.Type) reflect.Type {
 		if named.Obj().Pkg() != nil && named.Obj().Pkg().Path() == "time" && named.Obj().Name() == "Time" {
 			return reflect.TypeFor[time.Time]()
 		}
-		for i := range named.Origin().NumMethods() {
-			if name := named.Origin().Method(i).Name(); name == "ScanBytes" || name == "Scan" || name == "MarshalJSON" {
+		for m := range named.Origin().Methods() {
+			if name := m.Name(); name == "ScanBytes" || name == "Scan" || name == "MarshalJSON" {
 				return nil
 			}
 		}

@@ -49,12 +49,12 @@ func (t *Tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_runner_tokens'))`, pgtx.Args{}); err != nil { // so that no two take the last place
 		return token, err
 	}
-	there, err := pgtx.One[int64](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens WHERE used_at IS NULL AND expires_at > now()`, pgtx.Args{})
+	open, err := pgtx.One[int64](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens WHERE used_at IS NULL AND expires_at > now()`, pgtx.Args{})
 	if err != nil {
 		return token, err
 	}
-	if there >= controller.MaxRunnerTokens {
-		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d open join tokens, which is the most; wait until some are spent or have expired", there)
+	if open >= controller.MaxRunnerTokens {
+		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d open join tokens, which is the most; wait until some are spent or have expired", open)
 	}
 	row, err := pgtx.One[runnerTokenRow](ctx, t, nil, `
 		INSERT INTO runner_tokens (hash, runner_id, expires_at) VALUES (@hash, @runner, now() + make_interval(secs => @ttl))
@@ -84,29 +84,24 @@ func (t *Tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
 
 // RemovedRunners lists those that were removed within that time, the latest first.
 func (t *Tx) RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error) {
-	rows, err := pgtx.Many[core.RunnerID](ctx, t, `
+	return pgtx.Many[core.RunnerID](ctx, t, `
 		SELECT runner_id FROM runner_identities WHERE revoked_at > now() - make_interval(secs => @within) ORDER BY revoked_at DESC LIMIT @most`,
 		pgtx.Args{"within": within.Seconds(), "most": most})
-	var list []core.RunnerID
-	for _, r := range rows {
-		list = append(list, r)
-	}
-	return list, err
 }
 
 // RunnerHeard says how long ago a runner was last heard, or joined.
 func (t *Tx) RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error) {
-	row, err := pgtx.One[float64](ctx, t, noRunner(id), `
+	seconds, err := pgtx.One[float64](ctx, t, noRunner(id), `
 		SELECT extract(epoch FROM now() - greatest(i.joined_at, r.heartbeat_at))::float8 AS seconds
 		FROM runner_identities i LEFT JOIN runners r ON r.id = i.runner_id WHERE i.runner_id = @id`, pgtx.Args{"id": id})
-	return time.Duration(row * float64(time.Second)), err
+	return time.Duration(seconds * float64(time.Second)), err
 }
 
 // RunnerIdentity says whether a runner is in.
 func (t *Tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
 	absent := core.Errorf(core.NotFound, core.CodeRunnerNotFound, "runner %s has not joined this cluster", id)
-	row, err := pgtx.One[bool](ctx, t, absent, `SELECT revoked_at IS NOT NULL AS revoked FROM runner_identities WHERE runner_id = @id`, pgtx.Args{"id": id})
-	if err == nil && row {
+	revoked, err := pgtx.One[bool](ctx, t, absent, `SELECT revoked_at IS NOT NULL AS revoked FROM runner_identities WHERE runner_id = @id`, pgtx.Args{"id": id})
+	if err == nil && revoked {
 		err = core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "runner %s was removed from this cluster; to take its host back, join it as a new runner", id)
 	}
 	return err
