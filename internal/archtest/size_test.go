@@ -51,6 +51,8 @@ func TestPackageSize(t *testing.T) {
 			t.Errorf("%s: an exception needs a reason and a bound over %d", path, maxPackage)
 		case sizes[path] < maxPackage*9/10:
 			t.Errorf("%s has %d lines: it needs no exception any more", path, sizes[path])
+		case sizes[path] < l.lines*9/10:
+			t.Errorf("%s has %d lines: lower its bound of %d", path, sizes[path], l.lines)
 		}
 	}
 }
