@@ -20,7 +20,7 @@ LINT  := $(TOOLS)/golangci-lint-$(LINT_VERSION)
 GOTESTSUM_VERSION := v1.13.0
 GOTESTSUM := $(TOOLS)/gotestsum-$(GOTESTSUM_VERSION)
 
-# The S3 servers of tests, kept alike. internal/tests3 looks for these versions there.
+# The S3 servers of tests, kept alike. internal/test/tests3 looks for these versions there.
 VERSITYGW_VERSION := v1.8.0
 MINIO_VERSION     := v0.0.0-20260212201848-7aac2a2c5b7c
 VERSITYGW := $(TOOLS)/versitygw-$(VERSITYGW_VERSION)
@@ -43,11 +43,11 @@ generate: ## write generated code and documents anew: API models and servers, SD
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config sdk/go/codegen.yaml api/openapi.yaml
 	scripts/generate-sdks
 	GO="$(GO)" scripts/generate-envd
-	$(GO) test ./internal/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
+	$(GO) test ./internal/test/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
 
 # Packages are tested in this order. What takes longest begins first: behind all others it would go on alone. (Results are printed in
 # this order, too.)
-LONGEST := ./internal/e2e ./controller ./runner
+LONGEST := ./internal/test/e2e ./controller ./runner
 
 # One package more than there are processors is tested at once: many tests wait for the end of a lease or for a timer.
 AT_ONCE := -p $(shell expr $$(nproc) + 1)
@@ -64,13 +64,13 @@ test: build $(GOTESTSUM)
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
 	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 45m $(AT_ONCE) $(LINK) $(TESTFLAGS)
-	@cd internal/deploytest && GOTESTSUM=$(GOTESTSUM) ../../scripts/test ./... -count=1 -timeout 10m $(LINK)
+	@cd internal/test/deploytest && GOTESTSUM=$(GOTESTSUM) ../../../scripts/test ./... -count=1 -timeout 10m $(LINK)
 
 test-sdk: ## the tests of the Python and other SDKs, from their packages (needs their registries): SDK=--short for the quick ones
 	scripts/test-sdk $(SDK)
 
 deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, systemd units
-	$(GO) test -C internal/deploytest -count=1 ./...
+	$(GO) test -C internal/test/deploytest -count=1 ./...
 
 .PHONY: sdk
 sdk: ## build the packages of the SDKs into var/sdk: a tarball for npm, a wheel for pip
@@ -83,13 +83,13 @@ compose-down: ## stop that; the volumes stay
 	docker compose -f deploy/docker-compose.yml down
 
 test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; half an hour)
-	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/test/e2e -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./runner ./runner/memory ./internal/attest -run '^Test(Diff|DamagedDelta|EveryByteCounts)$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test(Images|Garbage)AgainstModel$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./controller -run '^Test(MassFence|(Among)?ManyLiveWorkspaces)$$' -long -v
 
 test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)
-	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/kvmlane
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/kvmlane
 	bin/kvmlane -cloud-hypervisor "$(COPPICE_CLOUD_HYPERVISOR)" $(LANE) test
 
 test-compat: build ## run the unmodified packages of others, pinned by their sums, against Coppice; as root on real VMs, too: COMPAT_URL=http://… COMPAT_KEY=… uses a server that runs, WRITE=1 writes docs/COMPATIBILITY.md
@@ -100,8 +100,8 @@ s3-server: $(VERSITYGW) ## build versitygw, the S3 server of tests, unless it is
 minio: $(MINIO) ## build MinIO, for test-minio, unless it is there (ten minutes)
 
 test-minio: build $(MINIO) ## the tests of the store, and a pool of runners on it, with MinIO as the S3 server (root for the second)
-	COPPICE_TEST_REQUIRE=s3 COPPICE_TEST_S3=minio $(GO) test -race -count=1 -timeout 30m ./snapshotstore/... ./internal/tests3
-	COPPICE_TEST_REQUIRE=$(if $(ROOT),all,s3) COPPICE_TEST_S3=minio $(GO) test -count=1 -timeout 30m ./internal/e2e -run '^TestPool$$'
+	COPPICE_TEST_REQUIRE=s3 COPPICE_TEST_S3=minio $(GO) test -race -count=1 -timeout 30m ./snapshotstore/... ./internal/test/tests3
+	COPPICE_TEST_REQUIRE=$(if $(ROOT),all,s3) COPPICE_TEST_S3=minio $(GO) test -count=1 -timeout 30m ./internal/test/e2e -run '^TestPool$$'
 
 FUZZTIME ?= 60s
 fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora
@@ -109,11 +109,11 @@ fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed
 
 chaos: build $(VERSITYGW) ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 DEPLOY=dev, split or all (root)
 	mkdir -p $(VAR)/chaos
-	COPPICE_TEST_REQUIRE=all $(GO) test -tags chaos -v -count=1 -timeout 90m ./internal/e2e -run '^TestChaos$$' \
+	COPPICE_TEST_REQUIRE=all $(GO) test -tags chaos -v -count=1 -timeout 90m ./internal/test/e2e -run '^TestChaos$$' \
 		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-deployment $(or $(DEPLOY),all) -chaos-history $(VAR)/chaos/history.jsonl
 
 faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
-	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/test/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 30m ./internal/daemon -run '^TestFailover$$' -long
 
 EXPLORERS ?= $(shell expr 2 \* $$(nproc))
@@ -123,12 +123,12 @@ explore: ## every schedule of the explorer of interleavings, EXPLORERS at once, 
 attack: build ## attack a stack as a malicious guest, tenant, upstream and bucket, while another tenant works (root; 15 minutes)
 	@mkdir -p $(VAR)
 	@set -o pipefail; status=0; \
-	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 60m ./internal/e2e -run '^TestAttack$$' -long | tee $(VAR)/attack.log || status=$$?; \
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 60m ./internal/test/e2e -run '^TestAttack$$' -long | tee $(VAR)/attack.log || status=$$?; \
 	grep '^attacks ' $(VAR)/attack.log; exit $$status
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
 	$(LINT) run ./...
-	cd internal/deploytest && $(LINT) run --config ../../.golangci.yml ./...
+	cd internal/test/deploytest && $(LINT) run --config ../../../.golangci.yml ./...
 
 $(LINT):
 	mkdir -p $(TOOLS)/new
@@ -163,24 +163,24 @@ dev: build image ## run controller, runner and PostgreSQL here until Ctrl-C (roo
 	bin/coppice dev --data-dir $(VAR)/dev
 
 bench: build image ## measure boots, forks, checkpoints and memory in one run of at most 15 minutes: BENCH="-vmm qemu -accel tcg" (root)
-	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench -out $(VAR)/bench -images-dir $(COPPICE_IMAGES_DIR) $(if $(COPPICE_QEMU),-qemu $(COPPICE_QEMU)) \
 		$(if $(COPPICE_CLOUD_HYPERVISOR),-cloud-hypervisor $(COPPICE_CLOUD_HYPERVISOR)) $(BENCH)
 
 bench-control: ## measure the control plane: fork operations, 1,000 parallel forks, a tree of 100,000; var/bench/control.json
-	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench control -out $(VAR)/bench $(BENCH)
 
 bench-scale: ## measure a cell: 3 controllers, 1,000 simulated runners, 1,000,000 checkpoints; 25 minutes, var/bench/scale.json: BENCH="-scale 0.01"
-	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench scale -out $(VAR)/bench $(BENCH)
 
 bench-store: build image $(VERSITYGW) ## measure the store of checkpoints: a chain of 64, and forks on other hosts, lazy and whole; var/bench/store.json (root)
-	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench store -out $(VAR)/bench -images-dir $(COPPICE_IMAGES_DIR) $(BENCH)
 
 bench-egress: ## measure what the egress process costs, beside goproxy and a direct connection; var/bench/egress.json (root)
-	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench egress -out $(VAR)/bench $(BENCH)
 
 clean: ## remove bin/, and var/ (images, checkpoints, reports) after asking, or with FORCE=1

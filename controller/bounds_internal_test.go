@@ -14,7 +14,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testmetrics"
+	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 )
 
 // TestDelayedAnswersAreBounded: 256 answers to wrong keys are held back for a second at most, and the next one is refused at once.

@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testmetrics"
+	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 )
 
 // TestFlowsAreCounted: each flow counts once, when it has ended, however often it is told and however many come at once.

@@ -13,7 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/internal/test/tests3"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"

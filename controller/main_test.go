@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/mtls"
-	"github.com/coppice-dev/coppice/internal/testleak"
-	"github.com/coppice-dev/coppice/internal/testpg"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )

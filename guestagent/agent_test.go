@@ -10,7 +10,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/guesttest"
 	"github.com/coppice-dev/coppice/guestagent/reseal"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }

@@ -4,7 +4,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/testpg"
+	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 )
 

@@ -19,11 +19,11 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/failpoint"
-	"github.com/coppice-dev/coppice/internal/testegress"
-	"github.com/coppice-dev/coppice/internal/testhalt"
-	"github.com/coppice-dev/coppice/internal/testmetrics"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testegress"
+	"github.com/coppice-dev/coppice/internal/test/testhalt"
+	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/journal"
 )

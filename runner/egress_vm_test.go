@@ -10,9 +10,9 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/testegress"
-	"github.com/coppice-dev/coppice/internal/testoutside"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testegress"
+	"github.com/coppice-dev/coppice/internal/test/testoutside"
 )
 
 // TestEgressVM: programs of a real guest, those that know of the proxy and those that do not, reach what its rules allow and nothing else.

@@ -12,8 +12,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testegress"
-	"github.com/coppice-dev/coppice/internal/testmetrics"
+	"github.com/coppice-dev/coppice/internal/test/testegress"
+	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 )
 
 // TestLongHeaderName: a guest whose request would make a record that no message takes is in nobody's way: the flows of the host go on, its

@@ -12,7 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/confine"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
-	"github.com/coppice-dev/coppice/internal/testegress"
+	"github.com/coppice-dev/coppice/internal/test/testegress"
 	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
 

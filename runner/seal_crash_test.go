@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 // TestCrashInSeal ends a runner at every step of a seal: its successor seals the checkpoint, once, and what it was can be grown elsewhere.

@@ -12,8 +12,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testprog"
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 )
 

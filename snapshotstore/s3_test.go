@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/internal/test/tests3"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"

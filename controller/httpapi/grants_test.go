@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 type fields map[string]any

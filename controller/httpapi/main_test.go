@@ -28,8 +28,8 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/controller/secrets"
 	"github.com/coppice-dev/coppice/internal/masterkey"
-	"github.com/coppice-dev/coppice/internal/testleak"
-	"github.com/coppice-dev/coppice/internal/testpg"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )

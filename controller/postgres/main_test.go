@@ -15,9 +15,9 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/testleak"
-	"github.com/coppice-dev/coppice/internal/testpg"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 )
 

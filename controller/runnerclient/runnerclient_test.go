@@ -17,7 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }

@@ -20,7 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/internal/attest"
-	"github.com/coppice-dev/coppice/internal/testaddr"
+	"github.com/coppice-dev/coppice/internal/test/testaddr"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 

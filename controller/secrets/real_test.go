@@ -17,8 +17,8 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/secrets"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/testaddr"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testaddr"
 )
 
 // realVault is a Vault in development mode, behind a proxy that speaks TLS.

@@ -11,7 +11,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/egress/proxy"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 // TestManyStreams: a sandbox has at most its number of flows under way, over any number of connections. When they end,

@@ -11,7 +11,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 // last waits until the only flow of the journal has ended or was denied, returns it and removes it from the journal.

@@ -23,7 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/ca"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 const canary = "sk-canary/7f3+a9=0123456789abcdef"

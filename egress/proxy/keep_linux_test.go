@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/egress/grant"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 // keeper is a host of the Internet that answers when all it waits for have come, and counts its connections.

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/egress/grant"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 // socket is the part of a WebSocket that a proxy sees. Its upgrade has been answered.

@@ -32,9 +32,9 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/egress/proxy"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 // inside is set in the environment of the tests' own process, which has its own network: its loopback device is the

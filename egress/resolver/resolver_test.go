@@ -15,9 +15,9 @@ import (
 
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/egress/resolver"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/testaddr"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testaddr"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }

@@ -15,7 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guesttest"
-	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/internal/test/testprog"
 )
 
 func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeout time.Duration) (core.ResealStep, *guesttest.Workload) {

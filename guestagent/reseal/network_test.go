@@ -15,7 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/osthread"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // inNetns runs fn in a new network namespace with a tap device.

@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/guesttest"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 var errGone = errors.New("the caller has gone")

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/images"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // bootLimit bounds one boot. Under emulation on a busy machine it takes ten seconds.

@@ -26,7 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/confine"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // shared is the one store in which most tests build; TestMain removes it.

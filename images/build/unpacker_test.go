@@ -20,7 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/confine"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // TestArchiveSource: an archive is a regular file. Nothing else is opened: a FIFO would wait for ever, and opening a

@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/attest"
 	"github.com/coppice-dev/coppice/internal/mtls"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 var long = flag.Bool("long", false, "alter every byte in every way, and not in one of them")

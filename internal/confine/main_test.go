@@ -21,7 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/confine"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 // The tasks of these tests.

@@ -13,7 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
-	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/internal/test/testprog"
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/rootimage/erofstest"

@@ -13,10 +13,10 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/internal/daemon"
-	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
-	"github.com/coppice-dev/coppice/internal/testaddr"
-	"github.com/coppice-dev/coppice/internal/testpg"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testaddr"
+	"github.com/coppice-dev/coppice/internal/test/testpg"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 

@@ -19,8 +19,8 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
-	"github.com/coppice-dev/coppice/internal/testaddr"
-	"github.com/coppice-dev/coppice/internal/testpg"
+	"github.com/coppice-dev/coppice/internal/test/testaddr"
+	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/runner/trash"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )

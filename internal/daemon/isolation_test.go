@@ -14,7 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/hostcheck"
-	"github.com/coppice-dev/coppice/internal/testmetrics"
+	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 	"github.com/coppice-dev/coppice/runner"
 )
 

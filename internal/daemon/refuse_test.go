@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/mtls"
-	"github.com/coppice-dev/coppice/internal/testpg"
+	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
 	coppice "github.com/coppice-dev/coppice/sdk/go"

@@ -10,7 +10,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testmetrics"
+	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 )
 
 func newTestWatch() (*databaseWatch, *prometheus.Registry) {

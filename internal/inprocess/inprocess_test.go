@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/inprocess"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }

@@ -25,9 +25,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testleak"
-	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testprog"
 )
 
 const ownerEnv = "PGCLUSTER_TEST_OWNER" // makes the test binary an owner of a cluster that waits to be killed

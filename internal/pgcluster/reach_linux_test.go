@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/osthread"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // TestForeignMountsStayOut: in the mount namespace of PostgreSQL there is no mount of anybody else, whatever its kind, and an unmount

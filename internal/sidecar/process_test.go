@@ -9,9 +9,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 )
 

@@ -11,8 +11,8 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/volume"
 )
 

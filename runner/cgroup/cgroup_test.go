@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 )
 

@@ -15,7 +15,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // TestLimitFiles writes into a directory with the files of a group, as the kernel would have made them.
@@ -95,7 +95,7 @@ func TestLimitsHold(t *testing.T) { //nolint:paralleltest // it looks at process
 		}
 	})
 	if missing := tree.Missing(); len(missing) > 0 {
-		if os.Getenv("COPPICE_TEST_CGROUPS") == "all" { // the lane of internal/kvmlane has every controller
+		if os.Getenv("COPPICE_TEST_CGROUPS") == "all" { // the lane of internal/test/kvmlane has every controller
 			t.Fatalf("controllers missing: %v", missing)
 		}
 		if g, err := tree.Make("bomb", Limits{Processes: 20, Weight: 50}); err != nil || g == nil {

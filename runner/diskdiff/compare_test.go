@@ -16,8 +16,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 )
 

@@ -31,10 +31,10 @@ import (
 	"github.com/coppice-dev/coppice/egress/egressapi"
 	"github.com/coppice-dev/coppice/egress/host"
 	"github.com/coppice-dev/coppice/egress/resolver"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/sidecar"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 

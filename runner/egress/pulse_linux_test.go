@@ -12,9 +12,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/sidecar"
-	"github.com/coppice-dev/coppice/internal/testhalt"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testhalt"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 

@@ -15,9 +15,9 @@ import (
 	"github.com/coppice-dev/coppice/egress/egressapi"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
-	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/sidecar"
-	"github.com/coppice-dev/coppice/internal/testegress"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testegress"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 

@@ -9,8 +9,8 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testegress"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testegress"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/netns"
 )

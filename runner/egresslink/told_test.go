@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/egressapi"
 	"github.com/coppice-dev/coppice/internal/sidecar"
-	"github.com/coppice-dev/coppice/internal/testegress"
+	"github.com/coppice-dev/coppice/internal/test/testegress"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 

@@ -14,7 +14,7 @@ import (
 	"github.com/hashicorp/yamux"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 // openings counts the requests that have begun to open a stream, and those that are about to.

@@ -19,7 +19,7 @@ import (
 
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/images/build"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/guest"
 )
 

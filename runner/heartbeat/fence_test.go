@@ -18,8 +18,8 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/fakenet"
 	"github.com/coppice-dev/coppice/runner/heartbeat"

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // tableNames lists the tables of the calling thread's namespace.

@@ -17,7 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sidecar"
-	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/internal/test/tests3"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
 )

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/internal/test/tests3"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 

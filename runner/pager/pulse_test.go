@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/sidecar"
-	"github.com/coppice-dev/coppice/internal/testhalt"
+	"github.com/coppice-dev/coppice/internal/test/testhalt"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 

@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/volume"
 )
 

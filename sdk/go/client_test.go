@@ -21,7 +21,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 

@@ -13,7 +13,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/images/build"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
 // Make makes a disk of size bytes in a new file, with the content of the directory from unless that is "".

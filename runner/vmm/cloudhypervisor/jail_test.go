@@ -5,8 +5,8 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"

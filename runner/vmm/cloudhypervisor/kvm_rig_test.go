@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )

@@ -4,8 +4,8 @@ import (
 	"os"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/testleak"
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
 )

@@ -3,7 +3,7 @@ package fakevmm_test
 import (
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"

@@ -9,8 +9,8 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/testleak"
-	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testprog"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 

@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 

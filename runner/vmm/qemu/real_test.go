@@ -21,8 +21,8 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/osthread"
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"

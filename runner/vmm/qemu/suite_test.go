@@ -4,7 +4,7 @@ import (
 	"os"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
 )

@@ -15,8 +15,8 @@ import (
 	"github.com/hanwen/go-fuse/v2/fuse"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
+	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/threads"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )

@@ -11,8 +11,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testprog"
 	"github.com/coppice-dev/coppice/runner/vmm/jail"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )

@@ -18,9 +18,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/osthread"
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testleak"
-	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testprog"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )

@@ -27,7 +27,7 @@ def client(double: Double) -> Iterator[Coppice]:
 
 @dataclass
 class Live:
-    """A controller with a real database and a runner without virtual machines; internal/sdkserver."""
+    """A controller with a real database and a runner without virtual machines; internal/test/sdkserver."""
 
     url: str
     token: str

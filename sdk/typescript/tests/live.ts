@@ -8,7 +8,7 @@ export interface Address {
   image: string;
 }
 
-/** A live controller on a database of its own: the program internal/sdkserver, whose path is in SDK_SERVER. */
+/** A live controller on a database of its own: the program internal/test/sdkserver, whose path is in SDK_SERVER. */
 export class LiveServer {
   readonly #child: ChildProcess;
   readonly #lines: AsyncIterator<string>;

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 

@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/require"
-	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/blobtest"
 )

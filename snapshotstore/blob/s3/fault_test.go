@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/internal/test/tests3"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/blobtest"
 )

@@ -6,7 +6,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/internal/test/tests3"
 )
 
 // zeros are bytes that take no memory.

@@ -14,7 +14,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	pages "github.com/coppice-dev/coppice/runner/memory"
 )
 

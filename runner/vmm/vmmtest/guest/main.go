@@ -1,6 +1,6 @@
 // Command guest is the first and only program of the machines that package vmmtest tests a driver with: it loads the
 // modules of its initrd, opens the agent's channel, a virtio-serial port or a port of vsock, and serves package line on
-// it. It is built and packed by internal/testvm.
+// it. It is built and packed by internal/test/testvm.
 //
 // With coppice.probe=1 on the kernel's command line, it does the same as the guest agent: it prints COPPICE_PROBE_OK on
 // the console and powers off.
