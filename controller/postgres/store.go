@@ -20,8 +20,10 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
+	"github.com/coppice-dev/coppice/controller/postgres/eventrows"
 	"github.com/coppice-dev/coppice/controller/postgres/fleetrows"
 	"github.com/coppice-dev/coppice/controller/postgres/flowrows"
+	"github.com/coppice-dev/coppice/controller/postgres/grantrows"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
 	"github.com/coppice-dev/coppice/core"
@@ -157,15 +159,19 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 // tx is one transaction with all statements: those of this package, in files named after what they keep, and those of the packages below.
 type tx struct {
 	*pgtx.Tx
+	eventTx
 	fleetTx
 	flowTx
+	grantTx
 	tenantTx
 }
 
 // Each package has a type Tx of its own.
 type (
+	eventTx  = eventrows.Tx
 	fleetTx  = fleetrows.Tx
 	flowTx   = flowrows.Tx
+	grantTx  = grantrows.Tx
 	tenantTx = tenantrows.Tx
 )
 
@@ -173,5 +179,5 @@ var _ controller.AllTx = (*tx)(nil)
 
 // newTx names no field of tx, so that none is forgotten.
 func newTx(t *pgtx.Tx) *tx {
-	return &tx{t, fleetTx{Tx: t}, flowTx{Tx: t}, tenantTx{Tx: t}}
+	return &tx{t, eventTx{Tx: t}, fleetTx{Tx: t}, flowTx{Tx: t}, grantTx{Tx: t}, tenantTx{Tx: t}}
 }

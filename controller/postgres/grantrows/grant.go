@@ -1,4 +1,4 @@
-package postgres
+package grantrows
 
 import (
 	"context"
@@ -54,7 +54,7 @@ const grantColumns = ` g.id, g.project_id, g.workspace_id AS owner, g.name, g.pr
 	g.methods, g.paths, g.env, g.base_env, g.base_path, g.max_bytes, g.per_minute, g.secret_bytes, g.bundle_bytes, g.version, g.expires_at, g.created_at, g.updated_at, h.workspace_id, h.placeholder`
 
 // HeldGrants lists by workspace and name.
-func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]grants.Held, error) {
+func (t *Tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]grants.Held, error) {
 	rows, err := pgtx.Many[grantRow](ctx, t, `
 		SELECT`+grantColumns+` FROM grant_holders h JOIN grants g ON g.id = h.grant_id
 		WHERE h.workspace_id = ANY(@of::text[]) ORDER BY h.workspace_id, h.name`, pgtx.Args{"of": pgtx.Texts(of)})
@@ -62,7 +62,7 @@ func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]grants.He
 }
 
 // PutGrant keeps the id of a grant that is there, and with it those who have it by forks.
-func (t *tx) PutGrant(ctx context.Context, g grants.Grant, ttl time.Duration, placeholder string) (grants.Held, error) {
+func (t *Tx) PutGrant(ctx context.Context, g grants.Grant, ttl time.Duration, placeholder string) (grants.Held, error) {
 	row, err := pgtx.One[grantRow](ctx, t, nil, `
 		WITH g AS (
 			INSERT INTO grants (id, project_id, workspace_id, name, provider, mode, vault_ref, secret_id, hosts, header, methods, paths, env, base_env, base_path, max_bytes, per_minute,
@@ -90,7 +90,7 @@ func (t *tx) PutGrant(ctx context.Context, g grants.Grant, ttl time.Duration, pl
 }
 
 // CountGrants counts those of a project that a workspace has which has not ended.
-func (t *tx) CountGrants(ctx context.Context, project core.ProjectID) (int, error) {
+func (t *Tx) CountGrants(ctx context.Context, project core.ProjectID) (int, error) {
 	return pgtx.One[int](ctx, t, nil, `
 		SELECT count(*) AS n FROM grants g
 		WHERE g.project_id = @project AND EXISTS (
@@ -103,7 +103,7 @@ type holderRow struct {
 }
 
 // LargestHolder adds up what each of those has that have the grant.
-func (t *tx) LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error) {
+func (t *Tx) LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error) {
 	row, err := pgtx.One[holderRow](ctx, t, core.Errorf(core.NotFound, core.CodeGrantNotFound, "nobody has grant %s", id), `
 		SELECT x.workspace_id, sum(g.bundle_bytes)::bigint AS size
 		FROM grant_holders x JOIN grant_holders h ON h.workspace_id = x.workspace_id JOIN grants g ON g.id = h.grant_id
@@ -112,19 +112,19 @@ func (t *tx) LargestHolder(ctx context.Context, id core.GrantID) (core.Workspace
 }
 
 // DropGrant takes its holders with it.
-func (t *tx) DropGrant(ctx context.Context, id core.GrantID) error {
+func (t *Tx) DropGrant(ctx context.Context, id core.GrantID) error {
 	_, err := t.Exec(ctx, `DELETE FROM grants WHERE id = @id`, pgtx.Args{"id": id})
 	return err
 }
 
 // DropHolders is one statement for all.
-func (t *tx) DropHolders(ctx context.Context, id core.GrantID, from []core.WorkspaceID) error {
+func (t *Tx) DropHolders(ctx context.Context, id core.GrantID, from []core.WorkspaceID) error {
 	_, err := t.Exec(ctx, `DELETE FROM grant_holders WHERE grant_id = @id AND workspace_id = ANY(@from::text[])`, pgtx.Args{"id": id, "from": pgtx.Texts(from)})
 	return err
 }
 
 // GrantHolders lists them.
-func (t *tx) GrantHolders(ctx context.Context, id core.GrantID) ([]core.WorkspaceID, error) {
+func (t *Tx) GrantHolders(ctx context.Context, id core.GrantID) ([]core.WorkspaceID, error) {
 	return pgtx.Many[core.WorkspaceID](ctx, t, `SELECT workspace_id AS id FROM grant_holders WHERE grant_id = @id ORDER BY workspace_id`, pgtx.Args{"id": id})
 }
 
@@ -132,7 +132,7 @@ func (t *tx) GrantHolders(ctx context.Context, id core.GrantID) ([]core.Workspac
 const neverSealed = `grants_key = '', grants_until = to_timestamp(0)`
 
 // InsertHolders is one statement for all, and one for their workspaces.
-func (t *tx) InsertHolders(ctx context.Context, list []grants.Holder) error {
+func (t *Tx) InsertHolders(ctx context.Context, list []grants.Holder) error {
 	workspaces, grantIDs, placeholders := make([]string, len(list)), make([]string, len(list)), make([]string, len(list))
 	for i, h := range list {
 		workspaces[i], grantIDs[i], placeholders[i] = string(h.Workspace), string(h.Grant), h.Placeholder
@@ -149,7 +149,7 @@ func (t *tx) InsertHolders(ctx context.Context, list []grants.Holder) error {
 }
 
 // ChangedGrants locks rows in the order of their ids.
-func (t *tx) ChangedGrants(ctx context.Context, ids []core.WorkspaceID) error {
+func (t *Tx) ChangedGrants(ctx context.Context, ids []core.WorkspaceID) error {
 	if _, err := t.Exec(ctx, `SELECT FROM workspaces WHERE id = ANY(@ids::text[]) ORDER BY id FOR NO KEY UPDATE`, pgtx.Args{"ids": pgtx.Texts(ids)}); err != nil {
 		return err
 	}

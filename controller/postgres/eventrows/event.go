@@ -1,4 +1,4 @@
-package postgres
+package eventrows
 
 import (
 	"context"
@@ -35,7 +35,7 @@ func (r eventRow) event() controller.Event {
 }
 
 // Events reads by id.
-func (t *tx) Events(ctx context.Context, f controller.EventFilter, after, until int64, limit int) ([]controller.Event, error) {
+func (t *Tx) Events(ctx context.Context, f controller.EventFilter, after, until int64, limit int) ([]controller.Event, error) {
 	where := pgtx.NewFilter("e", controller.Page{Limit: limit}, true)
 	where.Add("e.id > @after_id", "after_id", after)
 	where.Add("e.id <= @until_id", "until_id", until)
@@ -61,7 +61,7 @@ const newestEvent = ` CASE WHEN i.is_called THEN i.last_value ELSE 0 END + coppi
 
 // TailEvents reads the newest events of all projects and, by the same snapshot, below which transaction everything has ended. The
 // sequence is read with it: it is never behind a visible event.
-func (t *tx) TailEvents(ctx context.Context, after int64, limit int) (controller.EventTail, error) {
+func (t *Tx) TailEvents(ctx context.Context, after int64, limit int) (controller.EventTail, error) {
 	rows, err := pgtx.Many[tailRow](ctx, t, `
 		WITH tail AS (SELECT * FROM events WHERE id > @after ORDER BY id LIMIT @limit)
 		SELECT coalesce(e.id, 0) AS id, coalesce(e.project_id, '') AS project_id, coalesce(e.type, '') AS type, coalesce(e.workspace_id, '') AS workspace_id,
@@ -86,13 +86,13 @@ func (t *tx) TailEvents(ctx context.Context, after int64, limit int) (controller
 }
 
 // EventMarks reads the sequences, which no snapshot holds back.
-func (t *tx) EventMarks(ctx context.Context) (controller.EventMarks, error) {
+func (t *Tx) EventMarks(ctx context.Context) (controller.EventMarks, error) {
 	return pgtx.One[controller.EventMarks](ctx, t, nil, `
 		SELECT f.last_value AS floor,`+newestEvent+` AS newest FROM events_floor f, events_id_seq i`, pgtx.Args{})
 }
 
 // Transaction returns the id of this transaction.
-func (t *tx) Transaction(ctx context.Context) (uint64, error) {
+func (t *Tx) Transaction(ctx context.Context) (uint64, error) {
 	text, err := pgtx.One[string](ctx, t, nil, `SELECT pg_current_xact_id()::text AS id`, pgtx.Args{})
 	if err != nil {
 		return 0, err
@@ -105,7 +105,7 @@ func (t *tx) Transaction(ctx context.Context) (uint64, error) {
 }
 
 // TidyEvents makes the partitions of the next days and drops old ones.
-func (t *tx) TidyEvents(ctx context.Context, keep time.Duration) error {
+func (t *Tx) TidyEvents(ctx context.Context, keep time.Duration) error {
 	_, err := t.Exec(ctx, `SELECT coppice_tidy_events(make_interval(secs => @keep))`, pgtx.Args{"keep": keep.Seconds()})
 	return err
 }
