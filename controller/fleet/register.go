@@ -43,8 +43,8 @@ func (f *Fleet) Register(ctx context.Context, reg runnerapi.Register) (runnerapi
 
 // certify certifies the attestation key of a runner, if the runner asks for it. The answer to the runner must not fail, because the
 // changes that it reports are committed. After a failure the runner asks again.
-func (f *Fleet) certify(ctx context.Context, id core.RunnerID, request []byte) []byte {
-	certificate, err := f.cfg.Certify(id, request)
+func (f *Fleet) certify(ctx context.Context, id core.RunnerID, wanted []byte) []byte {
+	certificate, err := f.cfg.Certify(id, wanted)
 	if err != nil {
 		f.cfg.Log.ErrorContext(ctx, "the attestation key of a runner was not certified", "runner_id", id, "err", err)
 		return nil
