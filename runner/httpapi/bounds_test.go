@@ -34,6 +34,7 @@ type (
 )
 
 func (noNetwork) Acquire(context.Context) (sandboxnet.Namespace, error) { return noNamespace{}, nil }
+
 func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (sandboxnet.Namespace, error) {
 	return noNamespace{}, nil
 }
