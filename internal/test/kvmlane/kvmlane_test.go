@@ -158,7 +158,7 @@ func TestSuites(t *testing.T) {
 	t.Parallel()
 	for _, s := range suites {
 		names := 0
-		files, err := filepath.Glob(filepath.Join("..", "..", s.pkg, "*_test.go"))
+		files, err := filepath.Glob(filepath.Join("..", "..", "..", s.pkg, "*_test.go"))
 		if err != nil || len(files) == 0 {
 			t.Errorf("%s: %s has no tests (%v)", s.name, s.pkg, err)
 		}

@@ -15,7 +15,7 @@ func TestMain(m *testing.M) { testleak.Main(m) }
 // TestVersions compares the versions with those that the Makefile builds.
 func TestVersions(t *testing.T) {
 	t.Parallel()
-	makefile, err := os.ReadFile(filepath.Join("..", "..", "Makefile"))
+	makefile, err := os.ReadFile(filepath.Join("..", "..", "..", "Makefile"))
 	if err != nil {
 		t.Fatal(err)
 	}
