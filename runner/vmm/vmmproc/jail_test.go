@@ -179,11 +179,19 @@ func TestJailLeavesTheHost(t *testing.T) { //nolint:paralleltest // it compares 
 		}
 		return string(b)
 	}
-	before := mounts()
-	c, _ := shell(t, "while :; do :; done")
-	c.Jail = jailOf(t, c.Path)
-	p := start(t, c)
-	if after := mounts(); after != before {
+	// Tests of other packages mount something at the same time. A jail that leaves a mount behind does so each time.
+	var p *vmmproc.Process
+	var before, after string
+	for range 5 {
+		before = mounts()
+		c, _ := shell(t, "while :; do :; done")
+		c.Jail = jailOf(t, c.Path)
+		p = start(t, c)
+		if after = mounts(); after == before {
+			break
+		}
+	}
+	if after != before {
 		t.Errorf("the mounts were\n%s, and are\n%s", before, after)
 	}
 	// A file system that is mounted later does not get into it, and one that is unmounted is gone.
