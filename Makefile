@@ -171,7 +171,7 @@ bench-control: ## measure the control plane: fork operations, 1,000 parallel for
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench control -out $(VAR)/bench $(BENCH)
 
-bench-scale: ## measure a cell: 3 controllers, 1,000 simulated runners, 1,000,000 checkpoints; 25 minutes, var/bench/scale.json: BENCH="-scale 0.01"
+bench-scale: ## measure a cell: 3 controllers, 1,000 simulated runners, 1,000,000 checkpoints; 15 minutes, var/bench/scale.json: BENCH="-scale 0.01"
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench scale -out $(VAR)/bench $(BENCH)
 

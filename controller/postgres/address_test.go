@@ -34,7 +34,7 @@ func (d *db) fill(w controller.Workspace, runner core.RunnerID, tree string, eac
 			'06:00:' || lpad(to_hex(k), 2, '0') || ':' || substr(h, 1, 2) || ':' || substr(h, 3, 2) || ':' || substr(h, 5, 2), p.ip, '%s'
 		FROM (SELECT row_number() OVER (ORDER BY a, b)::int AS n, lpad(to_hex(row_number() OVER (ORDER BY a, b)), 6, '0') AS h, '10.83.' || a || '.' || b AS ip
 			FROM generate_series(1, 255) AS a, generate_series(0, 255) AS b WHERE (a, b) <> (255, 255)) AS p, sandboxes s, (SELECT %d AS k) AS c
-		WHERE s.id = '%s' AND p.n %% %d <> 0 AND p.ip <> s.ip`, runner, tree, d.count.Add(1), w.Sandbox.ID, each))
+		WHERE s.id = '%s' AND p.n %% %d <> 0 AND (p.ip <> s.ip OR s.runner_id <> '%s')`, runner, tree, d.count.Add(1), w.Sandbox.ID, each, runner))
 }
 
 // TestAddressByRunnerAndTree lets the database decide who may have an address that somebody has.
