@@ -36,8 +36,9 @@ type IdentityTx interface {
 	// RunnerIdentity returns nil for an admitted runner. It fails with RUNNER_REVOKED if the runner was revoked, and with RUNNER_NOT_FOUND if
 	// the database does not know it.
 	RunnerIdentity(ctx context.Context, id core.RunnerID) error
-	// RemoveRunner revokes a runner's identity, ends its lease and returns its living workspaces.
-	RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error)
+	// RemoveRunner revokes a runner's identity, ends its lease and returns its living workspaces. A runner that the database does not know
+	// gets a revoked identity.
+	RemoveRunner(ctx context.Context, id core.RunnerID) (living []core.WorkspaceID, known bool, err error)
 }
 
 // The life of a join token.
@@ -157,13 +158,18 @@ func (f *Fleet) CheckIdentity(ctx context.Context, id core.RunnerID) error {
 }
 
 // Remove revokes a runner's identity. From then on no controller accepts its messages or calls it, and it ends its sandboxes when it is told.
-// A runner with living workspaces is removed only with force; then the workspaces are LOST.
+// A runner with living workspaces is removed only with force; then the workspaces are LOST. A runner that the database does not know is
+// RUNNER_NOT_FOUND, and its certificate is refused from then on, if it has one.
 func (f *Fleet) Remove(ctx context.Context, id core.RunnerID, force bool) error {
+	if _, err := core.ParseID[core.RunnerID](string(id)); err != nil {
+		return err
+	}
 	var lost []core.WorkspaceID
+	var known bool
 	err := f.store.InSystem(ctx, func(tx Tx) error {
 		lost = nil
-		living, err := tx.RemoveRunner(ctx, id)
-		if err != nil || len(living) == 0 {
+		living, there, err := tx.RemoveRunner(ctx, id)
+		if known = there; err != nil || len(living) == 0 {
 			return err
 		}
 		if !force {
@@ -180,6 +186,10 @@ func (f *Fleet) Remove(ctx context.Context, id core.RunnerID, force bool) error 
 	})
 	if err != nil {
 		return err
+	}
+	if !known {
+		f.cfg.Log.WarnContext(ctx, "a runner that the database does not know was removed: its certificate is refused", "runner_id", id)
+		return core.Errorf(core.NotFound, core.CodeRunnerNotFound, "there is no runner %s; if it has a certificate, it is refused from now on", id)
 	}
 	f.cfg.Log.WarnContext(ctx, "runner removed", "runner_id", id, "lost_workspaces", len(lost))
 	return nil

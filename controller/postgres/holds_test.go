@@ -186,7 +186,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 	x, y = grown(removed)
 	capture(y)
 	d.system(func(ctx context.Context, tx controller.AllTx) error {
-		_, err := tx.RemoveRunner(ctx, removed)
+		_, _, err := tx.RemoveRunner(ctx, removed)
 		return err
 	})
 	lose(removed)

@@ -187,7 +187,11 @@ func TestRevoked(t *testing.T) {
 	wantCode(t, err, core.CodeRunnerRevoked)
 	_, err = c.client.CreateRunnerToken(t.Context(), coppice.CreateRunnerTokenRequest{RunnerID: string(core.NewID[core.RunnerID]())})
 	wantCode(t, err, core.CodeRunnerNotFound)
-	wantCode(t, c.client.DeleteRunner(t.Context(), string(core.NewID[core.RunnerID]()), true), core.CodeRunnerNotFound)
+	// The certificate of a runner whose joining a failover has lost is refused after its removal, too.
+	unknown := core.NewID[core.RunnerID]()
+	wantCode(t, c.client.DeleteRunner(t.Context(), string(unknown), true), core.CodeRunnerNotFound)
+	_, err = c.client.CreateRunnerToken(t.Context(), coppice.CreateRunnerTokenRequest{RunnerID: string(unknown)})
+	wantCode(t, err, core.CodeRunnerRevoked)
 	if err := c.client.DeleteRunner(t.Context(), id, false); err != nil {
 		t.Errorf("a second removal: %v", err)
 	}

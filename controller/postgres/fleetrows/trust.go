@@ -49,7 +49,7 @@ func (t *Tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_runner_tokens'))`, pgtx.Args{}); err != nil { // so that no two take the last place
 		return token, err
 	}
-	open, err := pgtx.One[int64](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens WHERE used_at IS NULL AND expires_at > now()`, pgtx.Args{})
+	open, err := pgtx.One[int64](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens WHERE used_at IS NULL AND expires_at > now() AND history = coppice_event_history()`, pgtx.Args{})
 	if err != nil {
 		return token, err
 	}
@@ -107,22 +107,28 @@ func (t *Tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
 	return err
 }
 
-// RemoveRunner revokes an identity. Doing so again is no error.
-func (t *Tx) RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error) {
-	known, err := t.Exec(ctx, `UPDATE runner_identities SET revoked_at = coalesce(revoked_at, now()) WHERE runner_id = @id`, pgtx.Args{"id": id})
+// RemoveRunner revokes an identity. Doing so again is no error. It leaves a revoked identity also for a runner that the database does not know: a
+// failover may have lost that the runner joined, and its certificate would let it in again.
+func (t *Tx) RemoveRunner(ctx context.Context, id core.RunnerID) (living []core.WorkspaceID, known bool, err error) {
+	identities, err := t.Exec(ctx, `UPDATE runner_identities SET revoked_at = coalesce(revoked_at, now()) WHERE runner_id = @id`, pgtx.Args{"id": id})
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	there, err := t.Exec(ctx, `
+	if identities == 0 { // or the runner is just being taken in again
+		if _, err := t.Exec(ctx, `
+			INSERT INTO runner_identities (runner_id, revoked_at) VALUES (@id, now())
+			ON CONFLICT ON CONSTRAINT runner_identities_pkey DO UPDATE SET revoked_at = coalesce(runner_identities.revoked_at, now())`, pgtx.Args{"id": id}); err != nil {
+			return nil, false, err
+		}
+	}
+	runners, err := t.Exec(ctx, `
 		UPDATE runners SET removed_at = coalesce(removed_at, now()), fenced_at = coalesce(fenced_at, now()), lease_epoch = lease_epoch + 1, lease_expires_at = least(lease_expires_at, now())
 		WHERE id = @id`, pgtx.Args{"id": id})
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
-	if known+there == 0 {
-		return nil, noRunner(id)
-	}
-	return pgtx.Many[core.WorkspaceID](ctx, t, `
+	living, err = pgtx.Many[core.WorkspaceID](ctx, t, `
 		SELECT DISTINCT w.id FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id
 		WHERE s.runner_id = @id AND s.ended_at IS NULL AND w.ended_at IS NULL ORDER BY w.id`, pgtx.Args{"id": id})
+	return living, identities+runners > 0, err
 }
