@@ -477,11 +477,6 @@ func TestImagesAgainstModel(t *testing.T) {
 		t.Cleanup(func() { _ = blobs.Close() })
 		run(t, 30, blobs)
 	})
-	// In one run this part hung for half an hour, and the cause is not known yet. So make test-long runs it; the end of go test's time
-	// prints the stacks.
-	if !*long {
-		return
-	}
 	t.Run("s3", func(t *testing.T) {
 		t.Parallel()
 		server := tests3.Start(t)

@@ -250,7 +250,19 @@ func (m *images) drain(list ...*host) {
 	}
 }
 
+// heartbeat stands still or is killed before it has the lock and after it has given it back: if it stood still with the lock, every other
+// heartbeat of the host would wait for it, and with them the round that lets it go on.
 func (m *images) heartbeat(ctx context.Context, h *host) error {
+	if err := step(ctx); err != nil {
+		return err
+	}
+	if err := m.beat(with(ctx, nil), h); err != nil {
+		return err
+	}
+	return step(ctx)
+}
+
+func (m *images) beat(ctx context.Context, h *host) error {
 	h.beats.Lock()
 	defer h.beats.Unlock()
 	h.mu.Lock()
