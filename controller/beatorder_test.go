@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
@@ -162,7 +163,7 @@ func (s *beatStorm) settle() {
 		s.arrive(m)
 	}
 	s.late = nil
-	for range 6 {
+	for range 3 * fleet.SumEvery {
 		m := s.collect()
 		out, ok := s.arrive(m)
 		if !ok {

@@ -461,6 +461,7 @@ var failoverPoints = []struct {
 	}},
 	{"a runner that joined", joinedInTheTail},
 	{"the removal of a runner", removedInTheTail},
+	{"the joining and the removal of a runner", joinedAndRemovedInTheTail},
 }
 
 // TestFailover loses the last commits of an asynchronous primary, and goes on with its standby, again and again in one installation.

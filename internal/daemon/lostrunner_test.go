@@ -89,6 +89,32 @@ func removedInTheTail(t *testing.T, f *overFailover) {
 	f.whole()
 }
 
+// joinedAndRemovedInTheTail loses both, so the new primary has never heard of the runner. Its removal is repeated, answers that there is no such
+// runner, and keeps it out all the same.
+func joinedAndRemovedInTheTail(t *testing.T, f *overFailover) {
+	t.Helper()
+	known := f.token("") // to both servers; that it is spent is lost
+	var m *member
+	f.lose(func() {
+		m = f.joinWith(known)
+		f.removed(m)
+	})
+	id := string(m.ready.RunnerID)
+	if f.pair.Number(f.pair.Primary(), `SELECT count(*) FROM runner_identities WHERE runner_id = $1`, id) != 0 {
+		t.Fatal("the new primary knows the runner, so the test shows nothing")
+	}
+	wantCode(t, f.client.DeleteRunner(t.Context(), id, true), core.CodeRunnerNotFound)
+	m.cfg.Runner.JoinToken = ""
+	again := begin(t, "runner", m.cfg, nil)
+	if status := again.wait(t); status == 0 || !strings.Contains(again.text(t), string(core.CodeRunnerRevoked)) {
+		t.Errorf("the runner that was removed ended with status %d:\n%s", status, again.text(t))
+	}
+	if code := joinAgain(t, f, known); code != core.CodeJoinTokenRefused {
+		t.Errorf("its token: %q, want it refused", code)
+	}
+	f.whole()
+}
+
 // joinWith starts a runner with a token. It lives as long as the installation.
 func (f *overFailover) joinWith(token string) *member {
 	f.t.Helper()

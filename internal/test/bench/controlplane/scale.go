@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -94,6 +95,7 @@ func (r *scaleReport) show(w io.Writer) error {
 	if h.Beats > 0 {
 		p.Line("heartbeats: %d in %s s (%d of them whole): PostgreSQL %.3f of a core, %.3f without them; controllers and simulated runners %.2f; usage of %d sandboxes: %s MiB",
 			h.Beats, report.Number(h.Seconds), h.Whole, r.HeartbeatDBCPUShare, h.IdleDBShare, h.ProcessShare, h.UsageRows, report.Number(float64(h.UsageBytes)/(1<<20)))
+		p.Line("  by process of PostgreSQL: %s; without heartbeats: %s", shares(h.DBShares), shares(h.IdleDBShares))
 	}
 	ch := r.Churn
 	if ch.Cycles > 0 {
@@ -136,6 +138,16 @@ func (r *scaleReport) steps() []string {
 	}
 	slices.SortFunc(list, func(a, b string) int { return cmp.Or(cmp.Compare(len(a), len(b)), strings.Compare(a, b)) })
 	return list
+}
+
+// shares lists parts of a core, largest first.
+func shares(by map[string]float64) string {
+	kinds := slices.SortedFunc(maps.Keys(by), func(a, b string) int { return cmp.Or(cmp.Compare(by[b], by[a]), strings.Compare(a, b)) })
+	parts := make([]string, len(kinds))
+	for i, kind := range kinds {
+		parts[i] = fmt.Sprintf("%s %.3f", kind, by[kind])
+	}
+	return strings.Join(parts, ", ")
 }
 
 func orWhy(problem string) string {

@@ -2,6 +2,7 @@ package controlplane
 
 import (
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
@@ -80,8 +81,12 @@ func TestCPUOfProcesses(t *testing.T) {
 	write("11", "10", "5 6 100 100")
 	write("12", "11", "100 100 100 100") // another's child
 	write("13", "1", "100 100 100 100")
-	if sum, err := treeCPU(proc, 10); err != nil || sum != 10*(1+2+3+4+5+6) {
-		t.Errorf("got %v, %v", sum, err)
+	if err := os.WriteFile(filepath.Join(proc, "11", "cmdline"), []byte("postgres: autovacuum worker bench1"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]float64{"postmaster": 10 * (1 + 2), ended: 10 * (3 + 4), "autovacuum worker": 10 * (5 + 6)}
+	if by, err := treeCPU(proc, 10); err != nil || !maps.Equal(by, want) {
+		t.Errorf("got %v, %v, want %v", by, err, want)
 	}
 }
 

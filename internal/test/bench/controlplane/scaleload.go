@@ -94,18 +94,20 @@ func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, e
 
 // heartbeatLoad is the cost of all runners' heartbeats.
 type heartbeatLoad struct {
-	Seconds      float64     `json:"seconds"`
-	Beats        int64       `json:"beats"`
-	Whole        int64       `json:"whole"`             // of which named everything
-	Refused      int64       `json:"not_answered"`      // their runners sent others
-	Problem      string      `json:"problem,omitempty"` // of the first heartbeat of the run that was not answered
-	JoinS        float64     `json:"join_s"`            // until all runners of the last step had named everything, who began at once
-	JoinRefused  int64       `json:"join_not_answered"`
-	IdleDBShare  float64     `json:"idle_db_cpu_share"` // of one core, while no runner beats
-	ProcessShare float64     `json:"process_cpu_share"` // of one core: the controllers and the simulated runners
-	UsageBytes   int64       `json:"usage_bytes"`       // of what sandboxes use, one row each
-	UsageRows    int64       `json:"usage_rows"`
-	Statements   []statement `json:"statements"` // the most expensive ones
+	Seconds      float64            `json:"seconds"`
+	Beats        int64              `json:"beats"`
+	Whole        int64              `json:"whole"`             // of which named everything
+	Refused      int64              `json:"not_answered"`      // their runners sent others
+	Problem      string             `json:"problem,omitempty"` // of the first heartbeat of the run that was not answered
+	JoinS        float64            `json:"join_s"`            // until all runners of the last step had named everything, who began at once
+	JoinRefused  int64              `json:"join_not_answered"`
+	IdleDBShare  float64            `json:"idle_db_cpu_share"`    // of one core, while no runner beats
+	IdleDBShares map[string]float64 `json:"idle_db_cpu_share_by"` // by what the processes of the server are
+	DBShares     map[string]float64 `json:"db_cpu_share_by"`
+	ProcessShare float64            `json:"process_cpu_share"` // of one core: the controllers and the simulated runners
+	UsageBytes   int64              `json:"usage_bytes"`       // of what sandboxes use, one row each
+	UsageRows    int64              `json:"usage_rows"`
+	Statements   []statement        `json:"statements"` // the most expensive ones
 }
 
 // measureHeartbeats measures the database's work for the heartbeats of all runners, without any other load. The figure
@@ -124,7 +126,7 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 			return err
 		}
 		used, err := meter.used()
-		h.IdleDBShare = used.serverShare()
+		h.IdleDBShare, h.IdleDBShares = used.serverShare(), used.serverShares()
 		return err
 	}); err != nil {
 		return err
@@ -148,7 +150,7 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 		return err
 	}
 	h.Seconds, h.Beats, h.Whole, h.Refused = used.wall.Seconds(), c.beats.sent.Load()-sent, c.beats.whole.Load()-whole, c.beats.refused.Load()-refused
-	h.ProcessShare, r.HeartbeatDBCPUShare = used.selfShare(), used.serverShare()
+	h.ProcessShare, r.HeartbeatDBCPUShare, h.DBShares = used.selfShare(), used.serverShare(), used.serverShares()
 	list, err := c.statements(ctx)
 	if err != nil {
 		return err
