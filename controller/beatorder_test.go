@@ -7,9 +7,9 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/core"
 )
 
