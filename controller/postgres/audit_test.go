@@ -2,6 +2,7 @@ package postgres_test
 
 import (
 	"context"
+	"encoding/json"
 	"strings"
 	"testing"
 	"time"
@@ -178,5 +179,59 @@ func TestSealsMissNothing(t *testing.T) {
 	d.sealAll()
 	if got := d.check(); got.Records-start != 3 || got.Unsealed != 0 || got.Broken != 0 {
 		t.Errorf("%+v", got)
+	}
+}
+
+// TestSealsReadNewRecordsOnly: what it costs to seal grows with the new records and with their projects, and not with the product of both.
+func TestSealsReadNewRecordsOnly(t *testing.T) {
+	t.Parallel()
+	const projects, old, fresh = 200, 40, 50
+	d := newDB(t)
+	insert := func(each int) {
+		d.exec(`
+			INSERT INTO audit_records (project_id, request_id, actor, source, action, object_id, before, after, outcome, operation_id)
+			SELECT 'prj_' || p, '', 'x', '', 'x', 'x', '', '', 'succeeded', '' FROM generate_series(1, $1::int) AS p, generate_series(1, $2::int)`, projects, each)
+	}
+	conn := d.conn()
+	number := func(sql string) (n int) {
+		t.Helper()
+		if err := conn.QueryRow(t.Context(), sql).Scan(&n); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	const records = `SELECT coalesce(sum(records), 0)::bigint FROM audit_seals`
+	insert(old)
+	d.sealAll()
+	d.exec(`VACUUM ANALYZE audit_records, audit_seals`)
+	insert(fresh)
+	pages, before := 0, number(records)
+	for tick := time.NewTicker(10 * time.Millisecond); number(records) < before+projects*fresh; <-tick.C { // transactions of other databases hold seals back
+		var plan []struct {
+			Plan struct {
+				Hit  int `json:"Shared Hit Blocks"`
+				Read int `json:"Shared Read Blocks"`
+			}
+		}
+		was := number(records)
+		var text []byte
+		if err := conn.QueryRow(t.Context(), `EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) SELECT coppice_seal_audit()`).Scan(&text); err != nil {
+			t.Fatal(err)
+		}
+		if err := json.Unmarshal(text, &plan); err != nil {
+			t.Fatal(err)
+		}
+		if number(records) > was {
+			pages += plan[0].Plan.Hit + plan[0].Plan.Read
+		}
+	}
+	t.Logf("to seal %d records of %d projects read %d pages", projects*fresh, projects, pages)
+	if most := 20 * projects; pages > most {
+		t.Errorf("to seal %d records of %d projects read %d pages, want at most %d", projects*fresh, projects, pages, most)
+	}
+	if broken := number(`
+		SELECT count(*) FROM audit_seals s CROSS JOIN LATERAL coppice_audit_hash(s.project_id, s.lower, s.upper, s.previous) h
+		WHERE h.hash <> s.hash OR h.records <> s.records`); broken > 0 {
+		t.Errorf("%d seals do not have the hash of their records", broken)
 	}
 }
