@@ -155,7 +155,7 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 		running, err = s.machine.Running(ctx)
 	}
 	if errors.Is(err, vmm.ErrWaits) && s.Pager != "" {
-		// The machine waits for memory from the store, so it is held like every such machine; see updateStalls. Only a capture would have paused it.
+		// The machine waits for memory from the store, so it is stopped like every such machine; see updateStalls. Only a capture would have paused it.
 		running, err = capture == "", nil
 	}
 	if err != nil {

@@ -62,7 +62,7 @@ func TestCrashInFork(t *testing.T) { //nolint:paralleltest // failpoints are the
 			id := req.Children[0].SandboxID
 			before := r.Runner
 			armed := hang(t, point, func() { _, _ = before.Fork(context.WithoutCancel(t.Context()), req) })
-			bury := r.crash(armed)
+			cleanup := r.crash(armed)
 			r.start()
 			if point == "fork.ready" {
 				r.wantOnly(bystander, id)
@@ -73,7 +73,7 @@ func TestCrashInFork(t *testing.T) { //nolint:paralleltest // failpoints are the
 				t.Errorf("%d sandboxes are reported dead", d)
 			}
 			if point != "fork.ready" {
-				bury()
+				cleanup()
 			}
 			out, err := r.Fork(t.Context(), req)
 			if err != nil || out.Children[0].Problem != nil || out.Children[0].Reseal == nil || !out.Children[0].Reseal.Complete {
@@ -82,7 +82,7 @@ func TestCrashInFork(t *testing.T) { //nolint:paralleltest // failpoints are the
 			r.wantOnly(bystander, id)
 			r.stop()
 			r.wantOnly()
-			bury()
+			cleanup()
 		})
 	}
 }
@@ -98,7 +98,7 @@ func TestCrashInCapture(t *testing.T) { //nolint:paralleltest // failpoints are 
 			req := runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID]()}
 			before := r.Runner
 			armed := hang(t, point, func() { _, _ = before.Capture(context.WithoutCancel(t.Context()), s, req) })
-			bury := r.crash(armed)
+			cleanup := r.crash(armed)
 			began := time.Now()
 			r.start()
 			t.Logf("taken over after %s", time.Since(began).Round(time.Millisecond))
@@ -126,7 +126,7 @@ func TestCrashInCapture(t *testing.T) { //nolint:paralleltest // failpoints are 
 			}
 			r.stop()
 			r.wantOnly()
-			bury()
+			cleanup()
 			again()
 		})
 	}
@@ -141,7 +141,7 @@ func TestCrashInSuspension(t *testing.T) { //nolint:paralleltest // failpoints a
 			req := runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID](), Stop: true}
 			before := r.Runner
 			armed := hang(t, point, func() { _, _ = before.Capture(context.WithoutCancel(t.Context()), s, req) })
-			bury := r.crash(armed)
+			cleanup := r.crash(armed)
 			r.start()
 			if point == "capture.published" {
 				r.wantOnly()
@@ -153,7 +153,7 @@ func TestCrashInSuspension(t *testing.T) { //nolint:paralleltest // failpoints a
 				r.wantOnly(s)
 			}
 			r.stop()
-			bury()
+			cleanup()
 		})
 	}
 }
@@ -168,13 +168,13 @@ func TestCrashElsewhere(t *testing.T) { //nolint:paralleltest // failpoints are 
 				CheckpointID: core.NewID[core.CheckpointID](), Image: r.image.Digest, Resources: core.Resources{VCPUs: 1, MemoryMiB: fakeMiB},
 			})
 		})
-		bury := r.crash(armed)
+		cleanup := r.crash(armed)
 		r.start()
 		r.wantOnly()
 		if left, err := r.bases.List(); err != nil || len(left) > 0 {
 			t.Errorf("bases are left: %v, %v", left, err)
 		}
-		bury()
+		cleanup()
 		r.fork(r.boot())
 	})
 	t.Run("warm shells", func(t *testing.T) { //nolint:paralleltest // see above
@@ -187,10 +187,10 @@ func TestCrashElsewhere(t *testing.T) { //nolint:paralleltest // failpoints are 
 			case <-time.After(time.Millisecond):
 			}
 		}
-		bury := r.crash()
+		cleanup := r.crash()
 		r.start()
 		r.wantOnly(s)
-		bury()
+		cleanup()
 	})
 }
 
@@ -253,7 +253,7 @@ func TestNotTakenOver(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			bury := r.crash()
+			cleanup := r.crash()
 			c.spoil(r, s)
 			r.start()
 			if name == "lease is over" {
@@ -269,7 +269,7 @@ func TestNotTakenOver(t *testing.T) {
 			} else if err != nil || got.State != runnerapi.SandboxDead || !strings.Contains(got.Exit, c.want) {
 				t.Errorf("it is %+v, %v, want one that is dead because %q", got, err, c.want)
 			}
-			bury()
+			cleanup()
 		})
 	}
 }
@@ -285,7 +285,7 @@ func TestOthersAreNotTouched(t *testing.T) {
 	if _, err := New(t.Context(), a.cfg); core.CategoryOf(err) != core.Conflict {
 		t.Errorf("two runners on one directory: %v", err)
 	}
-	bury := a.crash()
+	cleanup := a.crash()
 	wrong := a.cfg
 	wrong.ClusterID = "c"
 	if _, err := New(t.Context(), wrong); core.CategoryOf(err) != core.FailedPrecondition {
@@ -305,7 +305,7 @@ func TestOthersAreNotTouched(t *testing.T) {
 	if n := a.driver.Machines(); n != 1 {
 		t.Errorf("there are %d machines, want that of b", n)
 	}
-	bury()
+	cleanup()
 }
 
 // TestLeave: a runner that is told to leaves its sandboxes for the next, with their ports, and takes its idle shells down.

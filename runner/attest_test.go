@@ -87,7 +87,7 @@ func TestAttest(t *testing.T) {
 	if err != nil || fi.Mode().Perm() != 0o600 {
 		t.Errorf("%s: %v, %v", path, fi, err)
 	}
-	bury := r.crash()
+	cleanup := r.crash()
 	r.start()
 	if again := ask(child); again.Problem != nil || !bytes.Equal(again.Attestation, first.Attestation) {
 		t.Errorf("after a restart it is another: %v", again.Problem)
@@ -97,7 +97,7 @@ func TestAttest(t *testing.T) {
 	} else if _, err := trust.VerifyRunner(next.Attestation); err != nil {
 		t.Errorf("the certificate was not kept: %v", err)
 	}
-	bury()
+	cleanup()
 }
 
 // TestUnsignedIsNotReleased: where the key is not vouched for any more, a fork fails and leaves nothing.
@@ -139,7 +139,7 @@ func TestRejoinedHost(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.certify(ca, time.Hour)
-	grow := func(id core.CheckpointID, verify bool) attest.Checkpoint {
+	forkFrom := func(id core.CheckpointID, verify bool) attest.Checkpoint {
 		t.Helper()
 		out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: id, Children: []runnerapi.Child{r.child(), r.child()}, Sources: p.sources(id, root), Verify: verify})
 		if err != nil {
@@ -158,14 +158,14 @@ func TestRejoinedHost(t *testing.T) {
 		}
 		return last
 	}
-	if got := grow(ids[0], false); got.Manifest != "" {
+	if got := forkFrom(ids[0], false); got.Manifest != "" {
 		t.Errorf("what was captured here was verified against %s", got.Manifest)
 	}
 	if err := r.Discard(ids[0]); err != nil { // one in the trash is replaced too
 		t.Fatal(err)
 	}
 	for range 2 {
-		if got, want := grow(ids[0], true), p.sources(ids[0])[0].Digest; got.Manifest != want {
+		if got, want := forkFrom(ids[0], true), p.sources(ids[0])[0].Digest; got.Manifest != want {
 			t.Errorf("the manifest is %q, not %s", got.Manifest, want)
 		}
 	}
@@ -175,7 +175,7 @@ func TestRejoinedHost(t *testing.T) {
 	if rec := r.recordOf(t, ids[1]); rec.Fetched {
 		t.Error("another checkpoint was replaced")
 	}
-	if got := grow(ids[0], false); got.Manifest == "" {
+	if got := forkFrom(ids[0], false); got.Manifest == "" {
 		t.Error("the copy that was verified does not count as verified")
 	}
 	// A store that does not answer takes nothing away.

@@ -46,7 +46,7 @@ func (r *record) String() string {
 }
 
 // TestAnotherVMM restarts a runner with another VMM: what runs goes on under its own, what it is captured as says so, and nothing of one
-// is grown by the other.
+// is forked by the other.
 func TestAnotherVMM(t *testing.T) {
 	t.Parallel()
 	r := newFakeRig(t, func(*Config) {})
@@ -54,7 +54,7 @@ func TestAnotherVMM(t *testing.T) {
 	old := r.fork(template)
 	before := r.capture(old)
 	first, second := r.driver, fakevmm.New(fakevmm.Config{Fingerprint: vmm.Fingerprint{VMM: "other", Version: "53.0"}})
-	bury := r.crash()
+	cleanup := r.crash()
 	r.use(second)
 	var log record
 	r.cfg.Log = slog.New(slog.NewTextHandler(io.MultiWriter(&log, t.Output()), nil))
@@ -99,7 +99,7 @@ func TestAnotherVMM(t *testing.T) {
 	wantIncompatible(t, "back on the first", r.tryFork(newer), `its vmm is "other" and the runner's is "fake"`)
 	r.stop()
 	r.wantOnly()
-	bury()
+	cleanup()
 	again()
 }
 
@@ -115,7 +115,7 @@ func TestAnotherVMMLeavesNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	bury := r.crash()
+	cleanup := r.crash()
 	r.use(fakevmm.New(fakevmm.Config{Fingerprint: vmm.Fingerprint{VMM: "other"}}))
 	r.start()
 	r.wantOnly(id)
@@ -123,7 +123,7 @@ func TestAnotherVMMLeavesNothing(t *testing.T) {
 	case <-stray.Done():
 	case <-t.Context().Done():
 	}
-	bury()
+	cleanup()
 }
 
 func mustFind(t *testing.T, r *fakeRig, id core.SandboxID) *sandbox {
@@ -146,7 +146,7 @@ func TestUpgrade(t *testing.T) {
 			r := newFakeRig(t, func(*Config) {})
 			template := r.boot()
 			id := r.fork(template)
-			bury := r.crash()
+			cleanup := r.crash()
 			r.driver.Become(fp)
 			r.start()
 			r.wantOnly(id)
@@ -155,7 +155,7 @@ func TestUpgrade(t *testing.T) {
 			_, err := r.Capture(context.WithoutCancel(t.Context()), id, runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID](), Stop: true})
 			wantIncompatible(t, "suspend", err, "its "+field+" is")
 			r.wantOnly(id, r.fork(r.boot()))
-			bury()
+			cleanup()
 		})
 	}
 }

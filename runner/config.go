@@ -68,7 +68,7 @@ type Config struct {
 	BootTimeout   time.Duration // cold boot to a ready agent; default 2 minutes
 	GuestTimeout  time.Duration // a resumed guest's first answer; default 30 seconds
 	FreezeTimeout time.Duration // for the workload to freeze; default 5 seconds
-	StallAfter    time.Duration // how long a machine may wait for a page from the store before it is held and reported; default 10 seconds
+	StallAfter    time.Duration // how long a machine may wait for a page from the store before it is stopped and reported; default 10 seconds
 	FlushTimeout  time.Duration // for a guest to flush its disk before a capture; default 1 second. It gets a quarter of this time again in the freeze
 }
 

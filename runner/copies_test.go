@@ -24,7 +24,7 @@ func (p *pool) forest(a *fakeRig, n int) (ids []core.CheckpointID, root core.Che
 	return ids, root
 }
 
-func (p *pool) grow(r *fakeRig, id, root core.CheckpointID) core.SandboxID {
+func (p *pool) forkFrom(r *fakeRig, id, root core.CheckpointID) core.SandboxID {
 	p.t.Helper()
 	sources := p.sources(id, root)
 	if id == root {
@@ -53,7 +53,7 @@ func TestCopiesModel(t *testing.T) {
 	stop := p.seal(b)
 	ids, root := p.forest(a, 4)
 	random := rand.New(rand.NewPCG(5, 2))
-	grownFrom := map[core.SandboxID]core.CheckpointID{}
+	forkedFrom := map[core.SandboxID]core.CheckpointID{}
 	var sandboxes []core.SandboxID
 	var own []core.CheckpointID
 	destroy := func(i int) {
@@ -73,8 +73,8 @@ func TestCopiesModel(t *testing.T) {
 		switch n := random.IntN(10); {
 		case n < 5 && len(sandboxes) < 4:
 			id := append(slices.Clone(ids), root)[random.IntN(len(ids)+1)]
-			s := p.grow(b, id, root)
-			sandboxes, grownFrom[s] = append(sandboxes, s), id
+			s := p.forkFrom(b, id, root)
+			sandboxes, forkedFrom[s] = append(sandboxes, s), id
 		case n < 6 && len(sandboxes) > 0:
 			own = append(own, b.capture(sandboxes[random.IntN(len(sandboxes))]))
 		case n < 8 && len(sandboxes) > 0:
@@ -83,8 +83,8 @@ func TestCopiesModel(t *testing.T) {
 			trim()
 		}
 		for _, s := range sandboxes {
-			if len(own) == 0 && !b.has(grownFrom[s]) {
-				t.Fatalf("checkpoint %s is gone under its sandbox", grownFrom[s])
+			if len(own) == 0 && !b.has(forkedFrom[s]) {
+				t.Fatalf("checkpoint %s is gone under its sandbox", forkedFrom[s])
 			}
 		}
 		for _, id := range own {
@@ -120,7 +120,7 @@ func TestCopiesModel(t *testing.T) {
 		return len(entries) == len(b.checkpoints.List())
 	})
 	for _, id := range ids {
-		p.grow(b, id, root)
+		p.forkFrom(b, id, root)
 		wantSame(t, a, b, id)
 	}
 }
@@ -132,7 +132,7 @@ func TestCopiesOldestFirst(t *testing.T) {
 	a, b := p.runner(nil), p.runner(func(c *Config) { c.Rebase.Off = true })
 	ids, root := p.forest(a, 3)
 	for _, id := range append(ids, ids[0]) {
-		if err := b.Destroy(t.Context(), p.grow(b, id, root)); err != nil {
+		if err := b.Destroy(t.Context(), p.forkFrom(b, id, root)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -125,7 +125,7 @@ func (r *rig) measureFlush(id core.SandboxID) {
 	}
 }
 
-// forkLarger grows a child on a disk of twice the size.
+// forkLarger forks a child on a disk of twice the size.
 func (r *rig) forkLarger(id core.CheckpointID) core.SandboxID {
 	r.t.Helper()
 	child := r.child()

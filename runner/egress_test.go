@@ -266,8 +266,8 @@ func TestEgressOutlivesTheRunner(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	bury := r.crash()
-	defer bury()
+	cleanup := r.crash()
+	defer cleanup()
 	if err := s.machine.Kill(t.Context()); err != nil { // meanwhile
 		t.Fatal(err)
 	}
@@ -291,8 +291,8 @@ func TestEgressOutlivesTheRunner(t *testing.T) {
 
 	// Killed with the runner: the next one has both again.
 	client := r.egressClient()
-	bury = r.crash()
-	defer bury()
+	cleanup = r.crash()
+	defer cleanup()
 	if err := client.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -431,8 +431,8 @@ func TestRulesNotWritten(t *testing.T) {
 	}
 	// The next runner, with another process, goes on with them.
 	c := r.egressClient()
-	bury := r.crash()
-	defer bury()
+	cleanup := r.crash()
+	defer cleanup()
 	if err := c.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -58,8 +58,8 @@ func TestLongHeaderName(t *testing.T) {
 		t.Errorf("egress processes have ended: %v", got)
 	}
 	r.cfg.Metrics = nil // the next runner has its own
-	bury := r.crash()
-	defer bury()
+	cleanup := r.crash()
+	defer cleanup()
 	r.start()
 	if is := testegress.Hello(t, r.egressClient()).Instance; is != was {
 		t.Errorf("the egress process is %s and was %s", is, was)

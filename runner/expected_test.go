@@ -38,7 +38,7 @@ func newExpectation(t *testing.T) *expectation {
 	return x
 }
 
-func (x *expectation) grow(r *fakeRig, sources []runnerapi.Stored, want runnerapi.Expected) error {
+func (x *expectation) forkFrom(r *fakeRig, sources []runnerapi.Stored, want runnerapi.Expected) error {
 	out, err := r.Fork(x.t.Context(), runnerapi.Fork{CheckpointID: x.c, Children: []runnerapi.Child{r.child()}, Sources: sources, Expected: &want})
 	if err == nil && out.Children[0].Problem != nil {
 		err = out.Children[0].Problem.Err()
@@ -66,18 +66,18 @@ func TestCopyIsNotBelieved(t *testing.T) {
 	for name, change := range falsehoods {
 		want := x.truth
 		change(&want)
-		if err := x.grow(b, x.sources(x.c), want); core.CodeOf(err) != core.CodeManifestInvalid {
+		if err := x.forkFrom(b, x.sources(x.c), want); core.CodeOf(err) != core.CodeManifestInvalid {
 			t.Errorf("a copy of another %s: %v", name, err)
 		}
 		if name == "project" {
 			continue // the runner that captured it does not know that
 		}
-		if err := x.grow(x.a, nil, want); core.CodeOf(err) != core.CodeManifestInvalid {
+		if err := x.forkFrom(x.a, nil, want); core.CodeOf(err) != core.CodeManifestInvalid {
 			t.Errorf("a checkpoint that was captured here, of another %s: %v", name, err)
 		}
 	}
 	for _, r := range []*fakeRig{x.a, b} {
-		if err := x.grow(r, x.sources(x.c), x.truth); err != nil {
+		if err := x.forkFrom(r, x.sources(x.c), x.truth); err != nil {
 			t.Error(err)
 		}
 	}
@@ -88,7 +88,7 @@ func TestCopyWithoutProject(t *testing.T) {
 	t.Parallel()
 	x := newExpectation(t)
 	b := x.runner(nil)
-	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
+	if err := x.forkFrom(b, x.sources(x.c), x.truth); err != nil {
 		t.Fatal(err)
 	}
 	b.checkpoints.Inspect(func(st checkpoints.State) {
@@ -98,10 +98,10 @@ func TestCopyWithoutProject(t *testing.T) {
 	})
 	want := x.truth
 	falsehoods["project"](&want)
-	if err := x.grow(b, x.sources(x.c), want); core.CodeOf(err) != core.CodeManifestInvalid {
+	if err := x.forkFrom(b, x.sources(x.c), want); core.CodeOf(err) != core.CodeManifestInvalid {
 		t.Errorf("a copy of another project: %v", err)
 	}
-	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
+	if err := x.forkFrom(b, x.sources(x.c), x.truth); err != nil {
 		t.Error(err)
 	}
 }
@@ -118,7 +118,7 @@ func TestCopyOfAnotherManifest(t *testing.T) {
 	if err != nil || out.Children[0].Problem != nil {
 		t.Fatalf("%+v, %v", out, err)
 	}
-	if err := x.grow(b, x.sources(x.c), x.truth); core.CodeOf(err) != core.CodeManifestInvalid {
+	if err := x.forkFrom(b, x.sources(x.c), x.truth); core.CodeOf(err) != core.CodeManifestInvalid {
 		t.Errorf("a copy of another manifest, in use: %v", err)
 	}
 	if s, err := b.Sandbox(child.SandboxID); err != nil || s.State != runnerapi.SandboxReady {
@@ -127,7 +127,7 @@ func TestCopyOfAnotherManifest(t *testing.T) {
 	if err := b.Destroy(t.Context(), child.SandboxID); err != nil {
 		t.Fatal(err)
 	}
-	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
+	if err := x.forkFrom(b, x.sources(x.c), x.truth); err != nil {
 		t.Errorf("a copy of another manifest, not in use: %v", err)
 	}
 	if at, err := b.checkpoints.StoredAt(x.c); err != nil || at.Digest != x.sources(x.c)[0].Digest {
@@ -140,10 +140,10 @@ func TestFetchWithOtherExpectations(t *testing.T) { //nolint:paralleltest // fai
 	x := newExpectation(t)
 	b := x.runner(nil)
 	first, second := make(chan error, 1), make(chan error, 1)
-	armed := hang(t, "fetch.begun", func() { first <- x.grow(b, x.sources(x.c), x.truth) })
+	armed := hang(t, "fetch.begun", func() { first <- x.forkFrom(b, x.sources(x.c), x.truth) })
 	want := x.truth
 	falsehoods["project"](&want)
-	go func() { second <- x.grow(b, x.sources(x.c), want) }()
+	go func() { second <- x.forkFrom(b, x.sources(x.c), want) }()
 	eventually.True(t, "the second has joined", func() bool {
 		held := 0
 		b.checkpoints.Inspect(func(st checkpoints.State) { held = st.Held[x.c] })
@@ -172,7 +172,7 @@ func TestForeignAncestor(t *testing.T) {
 			h.CheckpointID = core.NewID[core.CheckpointID]()
 			change(h)
 		})
-		if err := x.grow(b, append(x.sources(x.c), root), x.truth); err != nil {
+		if err := x.forkFrom(b, append(x.sources(x.c), root), x.truth); err != nil {
 			t.Fatalf("another %s: %v", name, err)
 		}
 		if _, err := b.checkpoints.Get(root.CheckpointID); core.CodeOf(err) != core.CodeCheckpointNotFound {
@@ -189,7 +189,7 @@ func TestForeignAncestor(t *testing.T) {
 	}
 }
 
-// TestOldAncestor: a copy of an older runner that nobody may use does not fail the fetch of what grew from it. The fetch goes on without
+// TestOldAncestor: a copy of an older runner that nobody may use does not fail the fetch of what descends from it. The fetch goes on without
 // it, whether the copy is in use or not.
 func TestOldAncestor(t *testing.T) {
 	t.Parallel()
@@ -217,7 +217,7 @@ func TestOldAncestor(t *testing.T) {
 	if used, err := b.fetches.UsesAncestor(t.Context(), at, x.sources(x.template)); err != nil || used {
 		t.Errorf("a fetch whose memory comes later: the ancestor is used: %v, %v", used, err)
 	}
-	if err := x.grow(b, x.sources(x.c, x.template), x.truth); err != nil {
+	if err := x.forkFrom(b, x.sources(x.c, x.template), x.truth); err != nil {
 		t.Errorf("the ancestor is in use: %v", err)
 	}
 	if n := testmetrics.One(t, reg, "coppice_runner_ancestors_refused_total"); n != 2 {
@@ -239,7 +239,7 @@ func TestParentIsTheControllers(t *testing.T) {
 	if err != nil || got.Parent != x.template {
 		t.Fatalf("%+v, %v", got, err)
 	}
-	if err := x.grow(x.a, nil, x.truth); err != nil {
+	if err := x.forkFrom(x.a, nil, x.truth); err != nil {
 		t.Error(err)
 	}
 	x.sealed(t, x.c)

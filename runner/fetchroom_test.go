@@ -85,7 +85,7 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 	}()
 	var wg sync.WaitGroup
 	var mu sync.Mutex
-	grown, refused := map[core.CheckpointID]bool{}, 0
+	forked, refused := map[core.CheckpointID]bool{}, 0
 	for _, at := range stored {
 		child := b.child()
 		wg.Go(func() {
@@ -94,7 +94,7 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 			defer mu.Unlock()
 			switch {
 			case err == nil && out.Children[0].Problem == nil:
-				grown[at.CheckpointID] = true
+				forked[at.CheckpointID] = true
 			case core.CodeOf(err) == core.CodeDiskFull && strings.Contains(err.Error(), "--copies-size"):
 				refused++
 			default:
@@ -107,21 +107,21 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 	if least := <-watched; least < floor {
 		t.Errorf("%d MiB were free at one moment, and %d must be", least>>20, int64(floor)>>20)
 	}
-	if len(grown) == 0 || refused == 0 {
-		t.Errorf("%d forks succeeded and %d were refused: both should have happened", len(grown), refused)
+	if len(forked) == 0 || refused == 0 {
+		t.Errorf("%d forks succeeded and %d were refused: both should have happened", len(forked), refused)
 	}
 	entries, err := os.ReadDir(filepath.Join(b.cfg.DataDir, "checkpoints"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, e := range entries {
-		if !grown[core.CheckpointID(e.Name())] {
+		if !forked[core.CheckpointID(e.Name())] {
 			t.Errorf("%s is left of a fetch that was refused", e.Name())
 		}
 	}
 	files, err := os.ReadDir(b.roots.Dir())
-	if err != nil || len(files) != len(grown) {
-		t.Errorf("%d root file systems of %d checkpoints, %v", len(files), len(grown), err)
+	if err != nil || len(files) != len(forked) {
+		t.Errorf("%d root file systems of %d checkpoints, %v", len(files), len(forked), err)
 	}
 	if before, err := b.room.Free(); err != nil || before != max(free()-floor, 0) {
 		t.Errorf("%d bytes are still reserved: %v", free()-floor-before, err)
@@ -235,7 +235,7 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 		cfg.Store.Blobs, cfg.Images, cfg.DataDir, cfg.Store.Floor = p.blobs, empty, filepath.Join(disk, "data"), 8<<20
 	})
 	random := rand.NewChaCha8([32]byte{10})
-	grow := func() (*checkpoints.Record, core.SandboxID) {
+	forkFrom := func() (*checkpoints.Record, core.SandboxID) {
 		t.Helper()
 		root := make([]byte, 12<<20)
 		if _, err := random.Read(root); err != nil {
@@ -249,12 +249,12 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 		}
 		return b.recordOf(t, at.CheckpointID), child.SandboxID
 	}
-	used, _ := grow()
-	deleted, _ := grow() // its machine goes on
+	used, _ := forkFrom()
+	deleted, _ := forkFrom() // its machine goes on
 	if err := b.DeleteCheckpoint(deleted.ID); err != nil {
 		t.Fatal(err)
 	}
-	unused, s := grow()
+	unused, s := forkFrom()
 	if err := b.Destroy(t.Context(), s); err != nil {
 		t.Fatal(err)
 	}

@@ -40,7 +40,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 			return runnerapi.ForkResult{}, err
 		}
 	}
-	ckpt, err := r.fetches.Bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources, req.Expected)
+	ckpt, err := r.fetches.EnsureLocal(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources, req.Expected)
 	if err != nil {
 		return runnerapi.ForkResult{}, err
 	}

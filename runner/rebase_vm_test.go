@@ -34,7 +34,7 @@ func (r *rig) memorySum(id core.CheckpointID) string {
 	return fmt.Sprintf("%x", sha256.Sum256(ram))
 }
 
-// TestRebaseChangesNothing compares children of one checkpoint from before and after its rebase, and what grows from them.
+// TestRebaseChangesNothing compares children of one checkpoint from before and after its rebase, and their descendants.
 func TestRebaseChangesNothing(t *testing.T) { //nolint:paralleltest // its machines take both CPUs
 	r := newRig(t, func(c *Config) { c.Rebase.Off = true })
 	parent := r.fork(r.template())

@@ -87,7 +87,7 @@ func (r *fakeRig) stop() {
 
 // crash forgets the runner as if its process had been killed: nothing of it is taken down, its connections end, and what is under way
 // hangs where a failpoint holds it. It lets go of that with the returned function, when what it works on is long gone.
-func (r *fakeRig) crash(held ...*failpoint.Armed) (bury func()) {
+func (r *fakeRig) crash(held ...*failpoint.Armed) (cleanup func()) {
 	r.t.Helper()
 	dead, cancel, ended := r.Runner, r.cancel, r.ended
 	dead.leave.Store(true) // not dead.cfg, which its goroutines read

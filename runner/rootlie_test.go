@@ -76,7 +76,7 @@ func TestLyingRoot(t *testing.T) {
 			c.Images = empty
 		}),
 	} {
-		grow := func(at runnerapi.Stored) error {
+		forkFrom := func(at runnerapi.Stored) error {
 			out, err := b.Fork(t.Context(), runnerapi.Fork{CheckpointID: at.CheckpointID, Children: []runnerapi.Child{b.child()}, Sources: []runnerapi.Stored{at}})
 			if err == nil && out.Children[0].Problem != nil {
 				err = out.Children[0].Problem.Err()
@@ -100,16 +100,16 @@ func TestLyingRoot(t *testing.T) {
 			}
 			return got
 		}
-		if err := grow(lie); err != nil {
+		if err := forkFrom(lie); err != nil {
 			t.Fatalf("%s: the lie: %v", name, err)
 		}
-		if err := grow(p.sources(c)[0]); err != nil {
+		if err := forkFrom(p.sources(c)[0]); err != nil {
 			t.Fatalf("%s: the checkpoint of the other project: %v", name, err)
 		}
 		if got := root(c); bytes.Contains(got, []byte("evil")) {
 			t.Errorf("%s: the checkpoint of another project has the root file system of the lie", name)
 		}
-		err := grow(large)
+		err := forkFrom(large)
 		if name == "a host with the image" && core.CodeOf(err) != core.CodeManifestInvalid {
 			t.Errorf("%s: a root of another size than the image's: %v", name, err)
 		}
@@ -129,7 +129,7 @@ func TestManifestIsNotBelieved(t *testing.T) {
 		t.Fatal(err)
 	}
 	truth := runnerapi.Expected{ProjectID: p.project, Parent: template, Image: rec.Image, Class: rec.Class, Resources: rec.Resources}
-	grow := func(at []runnerapi.Stored, want runnerapi.Expected) error {
+	forkFrom := func(at []runnerapi.Stored, want runnerapi.Expected) error {
 		_, err := b.Fork(t.Context(), runnerapi.Fork{CheckpointID: c, Children: []runnerapi.Child{b.child()}, Sources: at, Expected: &want})
 		return err
 	}
@@ -142,7 +142,7 @@ func TestManifestIsNotBelieved(t *testing.T) {
 	} {
 		want := truth
 		change(&want)
-		if err := grow(p.sources(c), want); core.CodeOf(err) != core.CodeManifestInvalid {
+		if err := forkFrom(p.sources(c), want); core.CodeOf(err) != core.CodeManifestInvalid {
 			t.Errorf("another %s: %v", name, err)
 		}
 	}
@@ -156,14 +156,14 @@ func TestManifestIsNotBelieved(t *testing.T) {
 	} {
 		at := p.sources(c)
 		swap(&at[0])
-		if err := grow(at, truth); core.CodeOf(err) != core.CodeCheckpointCorrupt && core.CodeOf(err) != core.CodeManifestInvalid {
+		if err := forkFrom(at, truth); core.CodeOf(err) != core.CodeCheckpointCorrupt && core.CodeOf(err) != core.CodeManifestInvalid {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 	if list := b.Checkpoints(); len(list) != 0 || len(b.Sandboxes()) != 0 {
 		t.Errorf("there are %d checkpoints and %d sandboxes", len(list), len(b.Sandboxes()))
 	}
-	if err := grow(p.sources(c), truth); err != nil {
+	if err := forkFrom(p.sources(c), truth); err != nil {
 		t.Error(err)
 	}
 }

@@ -12,8 +12,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/roots"
 )
 
-// plant puts another root file system in the place of a shared one, and returns it open, as a machine has it.
-func plant(t *testing.T, r *fakeRig, k roots.Key, b []byte) *os.File {
+// replaceRoot puts another root file system in the place of a shared one, and returns it open, as a machine has it.
+func replaceRoot(t *testing.T, r *fakeRig, k roots.Key, b []byte) *os.File {
 	t.Helper()
 	path := r.roots.Path(k)
 	if err := os.WriteFile(path+".new", b, 0o444); err != nil {
@@ -50,8 +50,8 @@ func TestBadRootIsReplaced(t *testing.T) {
 	b := x.runner(nil)
 	for name, r := range map[string]*fakeRig{"a fork": x.a, "a fetch": b} {
 		k := roots.Own(r.image.Digest)
-		used := plant(t, r, k, evil)
-		if err := x.grow(r, x.sources(x.c), x.truth); err != nil {
+		used := replaceRoot(t, r, k, evil)
+		if err := x.forkFrom(r, x.sources(x.c), x.truth); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 		wantRoot(t, r, k, want)
@@ -75,7 +75,7 @@ func TestOldStoreRoot(t *testing.T) {
 		}
 		c.Images = empty
 	})
-	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
+	if err := x.forkFrom(b, x.sources(x.c), x.truth); err != nil {
 		t.Fatal(err)
 	}
 	for _, s := range b.Sandboxes() {
@@ -89,8 +89,8 @@ func TestOldStoreRoot(t *testing.T) {
 		old.Project, old.Root = "", ""
 		st.Records[x.c] = &old
 	})
-	plant(t, b, old.RootKey(), []byte("evil"))
-	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
+	replaceRoot(t, b, old.RootKey(), []byte("evil"))
+	if err := x.forkFrom(b, x.sources(x.c), x.truth); err != nil {
 		t.Error(err)
 	}
 	rec, err := b.checkpoints.Get(x.c)
@@ -146,9 +146,9 @@ func TestRootReplacedWhileCollected(t *testing.T) { //nolint:paralleltest // fai
 	if err != nil {
 		t.Fatal(err)
 	}
-	plant(t, x.a, k, bytes.Repeat([]byte("evil"), len(want)/4))
+	replaceRoot(t, x.a, k, bytes.Repeat([]byte("evil"), len(want)/4))
 	forked := make(chan error, 1)
-	armed := hang(t, "roots.placed", func() { forked <- x.grow(x.a, x.sources(x.c), x.truth) })
+	armed := hang(t, "roots.placed", func() { forked <- x.forkFrom(x.a, x.sources(x.c), x.truth) })
 	if err := x.a.roots.Collect(); err != nil {
 		t.Error(err)
 	}

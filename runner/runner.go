@@ -344,7 +344,7 @@ func (r *Runner) Checkpoints() []runnerapi.Checkpoint {
 	return out
 }
 
-// DeleteCheckpoint removes a checkpoint's bytes from this host. Sandboxes that grew from it continue. It is no error if there is
+// DeleteCheckpoint removes a checkpoint's bytes from this host. Sandboxes that were forked from it continue. It is no error if there is
 // no such checkpoint. The controller learns at once how much of the disk is free.
 func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
 	if _, err := r.checkpoints.Get(id); err == nil { // wakes for an absent checkpoint might never end

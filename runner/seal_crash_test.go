@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
-// TestCrashInSeal ends a runner at every step of a seal: its successor seals the checkpoint, once, and what it was can be grown elsewhere.
+// TestCrashInSeal ends a runner at every step of a seal: its successor seals the checkpoint, once, and what it was can be forked elsewhere.
 func TestCrashInSeal(t *testing.T) { //nolint:paralleltest // failpoints are the process's
 	for _, point := range []string{"seal.begun", "seal.written", "seal.committed"} {
 		t.Run(point, func(t *testing.T) { //nolint:paralleltest // see above
@@ -26,11 +26,11 @@ func TestCrashInSeal(t *testing.T) { //nolint:paralleltest // failpoints are the
 				defer close(ended)
 				_ = before.Seal(ctx, p.ledger, func() (int64, bool) { return 1, true })
 			})
-			bury := r.crash(armed)
+			cleanup := r.crash(armed)
 			defer func() {
 				cancel()
 				<-ended
-				bury()
+				cleanup()
 			}()
 			r.start()
 			p.seal(r)
@@ -88,10 +88,10 @@ func TestCrashInFetch(t *testing.T) { //nolint:paralleltest // failpoints are th
 			req := runnerapi.Fork{CheckpointID: c, Children: []runnerapi.Child{b.child()}, Sources: p.sources(c, template)}
 			before := b.Runner
 			armed := hang(t, point, func() { _, _ = before.Fork(context.WithoutCancel(t.Context()), req) })
-			bury := b.crash(armed)
+			cleanup := b.crash(armed)
 			b.awaitWrites()
 			b.start()
-			bury()
+			cleanup()
 			b.wantOnly()
 			if list := b.Checkpoints(); len(list) > 1 {
 				t.Errorf("there are %d checkpoints", len(list))

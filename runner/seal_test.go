@@ -230,7 +230,7 @@ func wantSame(t *testing.T, a, b *fakeRig, id core.CheckpointID) {
 	}
 }
 
-// TestForkElsewhere: what was captured on one runner is grown on another with nothing but the store, and captured and grown again on
+// TestForkElsewhere: what was captured on one runner is forked on another with nothing but the store, and captured and forked again on
 // the first.
 func TestForkElsewhere(t *testing.T) {
 	t.Parallel()
@@ -245,7 +245,7 @@ func TestForkElsewhere(t *testing.T) {
 		s = a.fork(c)
 	}
 	p.sealed(t, append(chain, template)...)
-	grow := func(r *fakeRig, ids ...core.CheckpointID) core.SandboxID {
+	forkFrom := func(r *fakeRig, ids ...core.CheckpointID) core.SandboxID {
 		t.Helper()
 		out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: ids[0], Children: []runnerapi.Child{r.child()}, Sources: p.sources(ids...)})
 		if err != nil || out.Children[0].Problem != nil {
@@ -253,7 +253,7 @@ func TestForkElsewhere(t *testing.T) {
 		}
 		return out.Children[0].SandboxID
 	}
-	there := grow(b, append(chain, template)...)
+	there := forkFrom(b, append(chain, template)...)
 	wantSame(t, a, b, chain[0])
 	wantSame(t, a, b, template)
 	recA, _ := a.Checkpoint(chain[0])
@@ -261,17 +261,17 @@ func TestForkElsewhere(t *testing.T) {
 	if err != nil || recB.Parent != recA.Parent || recB.Class != recA.Class || recB.Resources != recA.Resources || recB.DeltaBytes == 0 || recB.DeltaBytes > recA.DeltaBytes {
 		t.Errorf("%+v\n%+v, %v", recA, recB, err)
 	}
-	// It is one of b's own from then on, and grows there; a takes what came of it.
+	// From then on it is one of b's own, and b forks it; a takes the result.
 	next := b.capture(there)
 	p.sealed(t, next)
-	grow(a, next, chain[0], template)
+	forkFrom(a, next, chain[0], template)
 	wantSame(t, b, a, next)
 	if n := p.attempts[next]; n != 1 {
 		t.Errorf("%d attempts", n)
 	}
 	// A host that has nothing of the tree, and is told of no ancestor, brings the whole.
 	c := p.runner(nil)
-	grow(c, chain[1])
+	forkFrom(c, chain[1])
 	wantSame(t, a, c, chain[1])
 }
 
@@ -350,7 +350,7 @@ func TestFetchRefused(t *testing.T) {
 		t.Helper()
 		out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: c, Children: []runnerapi.Child{r.child()}, Sources: sources})
 		if err == nil {
-			t.Errorf("it was grown: %+v", out)
+			t.Errorf("it was forked: %+v", out)
 		}
 		if n := r.driver.Machines(); n != 0 {
 			t.Errorf("%d machines", n)

@@ -24,7 +24,7 @@ func memoryArrives(t *testing.T, r *fakeRig, id core.CheckpointID) string {
 	return base
 }
 
-// TestSealOthers: a checkpoint whose memory is still coming holds up what grew from it, and nothing else, and is sealed when it is whole.
+// TestSealOthers: a checkpoint whose memory is still coming holds up what descends from it, and nothing else, and is sealed when it is whole.
 func TestSealOthers(t *testing.T) {
 	t.Parallel()
 	p := newSealPool(t)

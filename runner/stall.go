@@ -49,9 +49,9 @@ func (r *Runner) updateStalls(ctx context.Context, images lazy.Awaited) (again b
 
 // stall stops a machine and logs this. Callers that wait for its guest get an answer.
 func (r *Runner) stall(ctx context.Context, s *sandbox, since time.Time, why *runnerapi.Problem) {
-	if err := s.machine.Hold(); err != nil {
+	if err := s.machine.Stop(); err != nil {
 		if !errors.Is(err, vmm.ErrGone) {
-			r.cfg.Log.ErrorContext(ctx, "sandbox that waits for the store was not held", "sandbox_id", s.info.ID, "err", err)
+			r.cfg.Log.ErrorContext(ctx, "sandbox that waits for the store was not stopped", "sandbox_id", s.info.ID, "err", err)
 		}
 		return
 	}
@@ -60,13 +60,13 @@ func (r *Runner) stall(ctx context.Context, s *sandbox, since time.Time, why *ru
 	s.mu.Unlock()
 	s.dropGuest()
 	r.metrics.stalls.Inc()
-	r.cfg.Log.WarnContext(ctx, "sandbox waits for the store and is held", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "problem", why.Message)
+	r.cfg.Log.WarnContext(ctx, "sandbox waits for the store and is stopped", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "problem", why.Message)
 	r.wake()
 }
 
 // unstall continues a machine.
 func (r *Runner) unstall(ctx context.Context, s *sandbox) {
-	if err := s.machine.LetGo(); err != nil && !errors.Is(err, vmm.ErrGone) {
+	if err := s.machine.Continue(); err != nil && !errors.Is(err, vmm.ErrGone) {
 		r.cfg.Log.ErrorContext(ctx, "sandbox that no longer waits for the store was not continued", "sandbox_id", s.info.ID, "err", err)
 		return
 	}

@@ -57,7 +57,7 @@ func TestStopLeavesNoVMM(t *testing.T) { //nolint:paralleltest // its machines t
 			}
 		}
 		if failed < 2 {
-			t.Errorf("%d of 3 children failed; one at a time is grown", failed)
+			t.Errorf("%d of 3 children failed; one at a time is forked", failed)
 		}
 	})
 }

@@ -19,7 +19,7 @@ import (
 )
 
 // Template makes the template checkpoint of an image and shape. It boots the image once and captures it when its agent is ready. The
-// memory becomes the base of everything that grows from the template. This takes as long as a boot.
+// memory becomes the base of everything that descends from the template. This takes as long as a boot.
 func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerapi.Checkpoint, error) {
 	return r.checkpoints.Once(ctx, req.CheckpointID, r.counted(func() (*checkpoints.Record, error) {
 		img, err := r.cfg.Images.Get(string(req.Image))

@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 )
 
-// TestWorkingSetTravels: what the first machine on a base has in use is known of the checkpoints that grow from it, after a restart too, and on another
+// TestWorkingSetTravels: what the first machine on a base has in use is known of the checkpoints that descend from it, after a restart too, and on another
 // host.
 func TestWorkingSetTravels(t *testing.T) {
 	t.Parallel()

@@ -163,13 +163,13 @@ type Checkpoints struct {
 type Capture struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Stop         bool              `json:"stop,omitempty"` // the sandbox ends with it: it does not run after the captured instant
-	Fork         bool              `json:"fork,omitempty"` // it is for children here: refused where none could be grown
+	Fork         bool              `json:"fork,omitempty"` // it is for children on this runner: refused where none could be started
 	// Parent is the last checkpoint of the workspace by the controller's rows. The runner may have captured others since, of which the
 	// controller knows nothing after a failed operation or a failover of its database. Empty from a controller of before.
 	Parent core.CheckpointID `json:"parent,omitempty"`
 }
 
-// Fork asks for sandboxes grown from one checkpoint. Children succeed or fail one by one.
+// Fork asks for sandboxes forked from one checkpoint. Children succeed or fail one by one.
 type Fork struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Children     []Child           `json:"children"`
@@ -208,7 +208,7 @@ type Peer struct {
 	Endpoint string        `json:"endpoint" db:"endpoint"`
 }
 
-// Child is one sandbox to be grown. Repeating a fork with the same SandboxID returns the sandbox that is there.
+// Child is one sandbox to start. Repeating a fork with the same SandboxID returns the sandbox that is there.
 type Child struct {
 	SandboxID   core.SandboxID    `json:"sandbox_id"`
 	WorkspaceID core.WorkspaceID  `json:"workspace_id"`

@@ -101,7 +101,7 @@ func (c *Comparer) Diff(ctx context.Context, from core.CheckpointID, req runnera
 	}
 	defer b.Close()
 	if a.Image != b.Image || a.Resources.MemoryMiB != b.Resources.MemoryMiB {
-		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeInvalidField, "to: %s has not grown from the same template as %s, so they cannot be compared", req.To, from)
+		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeInvalidField, "to: %s does not descend from the same template as %s, so they cannot be compared", req.To, from)
 	}
 	page, err := c.disks(ctx, a, b, req)
 	if err != nil || len(req.After) > 0 {

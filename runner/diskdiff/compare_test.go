@@ -23,8 +23,8 @@ import (
 
 var long = time.Unix(1_000_000_000, 0)
 
-// plant makes files in a directory: a name that ends in a slash is a directory, a content that begins with "-> " a symlink.
-func plant(t *testing.T, dir string, files map[string]string) {
+// writeTree makes files in a directory: a name that ends in a slash is a directory, a content that begins with "-> " a symlink.
+func writeTree(t *testing.T, dir string, files map[string]string) {
 	t.Helper()
 	var err error
 	for name, content := range files {
@@ -51,7 +51,7 @@ func image(t *testing.T, files map[string]string) Lower {
 	mkfs := require.Program(t, "mkfs.erofs", "erofs-utils")
 	dir := t.TempDir()
 	from, path := filepath.Join(dir, "from"), filepath.Join(dir, "erofs")
-	plant(t, from, files)
+	writeTree(t, from, files)
 	if out, err := exec.CommandContext(t.Context(), mkfs, "--quiet", path, from).CombinedOutput(); err != nil {
 		t.Fatalf("mkfs.erofs: %v: %s", err, out)
 	}
@@ -72,8 +72,8 @@ func disk(t *testing.T, files map[string]string, commands ...string) *os.File {
 	t.Helper()
 	dir := t.TempDir()
 	from, path := filepath.Join(dir, "from"), filepath.Join(dir, "disk")
-	plant(t, from, map[string]string{"upper/": "", "work/": ""})
-	plant(t, filepath.Join(from, "upper"), files)
+	writeTree(t, from, map[string]string{"upper/": "", "work/": ""})
+	writeTree(t, filepath.Join(from, "upper"), files)
 	ext4test.Make(t, path, 64<<20, from)
 	return changed(t, path, commands...)
 }

@@ -22,14 +22,14 @@ func (s *Sandbox) reduce(ctx context.Context, c *egress.Client, why error) error
 		return nil
 	}
 	rules := s.rules
-	s.told = told{}
+	s.acked = acked{}
 	ctx = context.WithoutCancel(ctx) // the caller may have stopped waiting
 	giving, cancel := context.WithTimeout(ctx, lessPatience)
 	defer cancel()
 	for _, less := range rules.Lesser() {
 		err := c.SetRules(giving, s.id, less)
 		if err == nil {
-			s.told = told{by: c, rules: rules, less: true, tried: time.Now()}
+			s.acked = acked{by: c, rules: rules, less: true, tried: time.Now()}
 			s.link.cfg.Log.ErrorContext(ctx, "the egress process refused the rules of a sandbox and got less", "sandbox_id", s.id, "rules_version", rules.Version,
 				"entries", len(less.Allow), "err", why)
 			return reduced(s.id, rules, why)
@@ -41,7 +41,7 @@ func (s *Sandbox) reduce(ctx context.Context, c *egress.Client, why error) error
 	cutting, stop := context.WithTimeout(ctx, lessPatience)
 	defer stop()
 	err := c.Remove(cutting, s.id)
-	s.told = told{by: c, cut: true} // even after an error: the sandbox is given to the process again, which replaces what it has
+	s.acked = acked{by: c, cut: true} // even after an error: the sandbox is given to the process again, which replaces what it has
 	s.link.cfg.Log.ErrorContext(ctx, "the egress process refused the rules of a sandbox, and less; the sandbox was cut off", "sandbox_id", s.id,
 		"rules_version", rules.Version, "err", errors.Join(why, err))
 	return reduced(s.id, rules, errors.Join(why, err))
@@ -65,16 +65,16 @@ func (l *Link) restore(ctx context.Context, c *egress.Client) {
 // again gives a process the full rules of the sandbox again if it enforces less and it is time for that. Until the process accepts them, nothing
 // changes: it enforces less, or, if only its answer was lost, the full rules. The caller holds mu.
 func (s *Sandbox) again(ctx context.Context, c *egress.Client) {
-	if !s.served || s.told.by != c || !s.told.less || time.Since(s.told.tried) < lessPause || !sameRules(s.told.rules, s.rules) {
+	if !s.served || s.acked.by != c || !s.acked.less || time.Since(s.acked.tried) < lessPause || !sameRules(s.acked.rules, s.rules) {
 		return
 	}
-	s.told.tried = time.Now()
+	s.acked.tried = time.Now()
 	if err := s.send(ctx, c); err != nil {
 		s.link.cfg.Log.WarnContext(ctx, "the egress process still does not accept the rules of a sandbox, and enforces less", "sandbox_id", s.id,
-			"rules_version", s.told.rules.Version, "again_ms", core.Milliseconds(lessPause), "err", err)
+			"rules_version", s.acked.rules.Version, "again_ms", core.Milliseconds(lessPause), "err", err)
 		return
 	}
-	s.link.cfg.Log.InfoContext(ctx, "the egress process has accepted the rules of a sandbox for which it enforced less", "sandbox_id", s.id, "rules_version", s.told.rules.Version)
+	s.link.cfg.Log.InfoContext(ctx, "the egress process has accepted the rules of a sandbox for which it enforced less", "sandbox_id", s.id, "rules_version", s.acked.rules.Version)
 }
 
 // putOrLess is put. If the process does not accept the sandbox with its rules, putOrLess offers it with less. After an error the process may serve
@@ -89,12 +89,12 @@ func (s *Sandbox) putOrLess(ctx context.Context, c *egress.Client) error {
 		if s.put(ctx, c, less) != nil {
 			continue
 		}
-		s.told = told{by: c, rules: rules, less: true, tried: time.Now()}
+		s.acked = acked{by: c, rules: rules, less: true, tried: time.Now()}
 		s.link.cfg.Log.ErrorContext(ctx, "the egress process refused a sandbox with its rules and serves it with less", "sandbox_id", s.id, "rules_version", rules.Version,
 			"entries", len(less.Allow), "err", why)
 		return reduced(s.id, rules, why)
 	}
-	s.told = told{by: c, cut: true}
+	s.acked = acked{by: c, cut: true}
 	return why
 }
 

@@ -115,14 +115,14 @@ func TestRestored(t *testing.T) {
 	r.restore(t.Context(), c)
 	testegress.Want(t, at, "a.test", denied)
 	g.Sandbox.mu.Lock()
-	g.told.tried = g.told.tried.Add(-lessPause)
+	g.acked.tried = g.acked.tried.Add(-lessPause)
 	g.Sandbox.mu.Unlock()
 	r.restore(t.Context(), c)
 	testegress.Want(t, at, "a.test", allowed)
 	g.Sandbox.mu.Lock()
 	defer g.Sandbox.mu.Unlock()
-	if !g.told.has(c, g.rules) {
-		t.Errorf("it is told %+v", g.told)
+	if !g.acked.has(c, g.rules) {
+		t.Errorf("it is told %+v", g.acked)
 	}
 }
 

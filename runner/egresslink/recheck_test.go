@@ -120,7 +120,7 @@ func TestRecheck(t *testing.T) {
 	if err := c.ns.Check(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if v := c.g.told.rules.Version; v != 2 {
+	if v := c.g.acked.rules.Version; v != 2 {
 		t.Errorf("it is served by rules of version %d", v)
 	}
 }

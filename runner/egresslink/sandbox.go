@@ -54,7 +54,7 @@ type Sandbox struct {
 	opened    core.EgressPolicy     // what its namespace is opened with
 	rules     runnerapi.EgressRules // the newest; those in its journal, unless unwritten
 	served    bool                  // the process serves it, or will do so as soon as one runs again
-	told      told                  // what the process is known to have of its rules
+	acked     acked                 // what the process is known to have of its rules
 	cut       bool                  // its network rules were not those that were applied: no traffic passes until they are again
 	unwritten bool                  // its rules are newer than those in the file of the journal
 }
@@ -131,7 +131,7 @@ func (s *Sandbox) end(ctx context.Context) {
 	if !s.served {
 		return
 	}
-	s.served, s.told = false, told{}
+	s.served, s.acked = false, acked{}
 	s.link.takeBack(s)
 	if c, _ := s.link.current(); c != nil {
 		if err := ignoreGone(c.Remove(ctx, s.id)); err != nil {
@@ -183,12 +183,12 @@ func notWritten(id core.SandboxID, rules runnerapi.EgressRules, err error) error
 // If the caller stops waiting, this says nothing about the process and changes nothing. The caller holds mu.
 func (s *Sandbox) enforce(ctx context.Context) error {
 	c, _ := s.link.current()
-	if !s.served || c == nil || s.told.has(c, s.rules) {
+	if !s.served || c == nil || s.acked.has(c, s.rules) {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.link.patience)
 	defer cancel()
-	if s.told.by == c && s.told.cut {
+	if s.acked.by == c && s.acked.cut {
 		return s.putOrLess(ctx, c)
 	}
 	return s.sendOrLess(ctx, c)
@@ -201,13 +201,13 @@ func (s *Sandbox) offer(ctx context.Context, c *egress.Client, was egressapi.Ser
 	switch {
 	case !s.served: // it has ended meanwhile
 		return nil
-	case s.told.by == c: // it serves the sandbox, maybe only since it was asked for its list
+	case s.acked.by == c: // it serves the sandbox, maybe only since it was asked for its list
 		switch {
-		case s.told.cut:
+		case s.acked.cut:
 			return s.putOrLess(ctx, c)
-		case s.told.has(c, s.rules):
+		case s.acked.has(c, s.rules):
 			return nil
-		case s.told.less && sameRules(s.told.rules, s.rules):
+		case s.acked.less && sameRules(s.acked.rules, s.rules):
 			s.again(ctx, c)
 			return nil
 		}
@@ -234,13 +234,13 @@ func (s *Sandbox) sendOrLess(ctx context.Context, c *egress.Client) error {
 func (s *Sandbox) send(ctx context.Context, c *egress.Client) error {
 	err := c.SetRules(ctx, s.id, s.rules)
 	if err == nil {
-		s.told = told{by: c, rules: s.rules}
+		s.acked = acked{by: c, rules: s.rules}
 	}
 	return err
 }
 
-// told are rules that a process has acknowledged.
-type told struct {
+// acked are rules that a process has acknowledged.
+type acked struct {
 	by    *egress.Client // the client of this process; its successor has another client
 	rules runnerapi.EgressRules
 	less  bool      // it has not accepted these rules, and enforces less
@@ -249,7 +249,7 @@ type told struct {
 }
 
 // has reports whether a process is known to have rules.
-func (t told) has(c *egress.Client, rules runnerapi.EgressRules) bool {
+func (t acked) has(c *egress.Client, rules runnerapi.EgressRules) bool {
 	return t.by == c && !t.less && !t.cut && sameRules(t.rules, rules)
 }
 
@@ -265,10 +265,10 @@ func (s *Sandbox) put(ctx context.Context, c *egress.Client, rules runnerapi.Egr
 	if err != nil {
 		return err
 	}
-	s.told = told{}
+	s.acked = acked{}
 	err = c.Put(ctx, egressapi.Sandbox{ID: s.id, Epoch: s.cfg.Epoch, Rules: rules}, sockets.Files())
 	if err == nil {
-		s.told = told{by: c, rules: rules}
+		s.acked = acked{by: c, rules: rules}
 	}
 	return errors.Join(err, sockets.Close())
 }

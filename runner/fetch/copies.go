@@ -12,9 +12,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
 
-// Bring opens a checkpoint. If the checkpoint is not on this host, Bring fetches it first. From then on the checkpoint is not given up. If it
-// is being given up at this moment, Bring fetches it again. A caller gets the checkpoint only if it is what this caller expects.
-func (f *Fetcher) Bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) (*checkpoints.Opened, error) {
+// EnsureLocal opens a checkpoint. If the checkpoint is not on this host, EnsureLocal fetches it first. From then on the checkpoint is not given up. If it
+// is being given up at this moment, EnsureLocal fetches it again. A caller gets the checkpoint only if it is what this caller expects.
+func (f *Fetcher) EnsureLocal(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) (*checkpoints.Opened, error) {
 	f.cfg.Checkpoints.Hold(id)
 	defer f.cfg.Checkpoints.Release(id)
 	for again := len(sources) > 0; ; again = false {
@@ -38,7 +38,7 @@ func (f *Fetcher) Bring(ctx context.Context, id core.CheckpointID, sources []run
 		if !again || !errors.Is(bad, errUnfit) {
 			return nil, bad
 		}
-		// Nothing may use the copy any more. It is given up, unless something that grew from it still runs.
+		// Nothing may use the copy any more. It is given up, unless something that descends from it still runs.
 		if gone, err := f.replaceCopy(ctx, id, bad); !gone || err != nil {
 			return nil, errors.Join(bad, err)
 		}
@@ -60,7 +60,7 @@ func (f *Fetcher) replaceCopy(ctx context.Context, id core.CheckpointID, bad err
 }
 
 // Trim gives up fetched checkpoints, the least recently used first, until the others fit into their budget. Checkpoints that were
-// captured here stay, and so do checkpoints in use: by a fork, by a comparison, by a sandbox that grew from them, by a checkpoint that will be
+// captured here stay, and so do checkpoints in use: by a fork, by a comparison, by a sandbox that was forked from them, by a checkpoint that will be
 // stored as a difference to them, or by others whose base they are. The controller learns of it from the next report.
 func (f *Fetcher) Trim(ctx context.Context) error {
 	budget := f.cfg.Copies

@@ -92,7 +92,7 @@ func (f *Fetcher) checkOldRoot(rec *checkpoints.Record) error {
 		"the copy of checkpoint %s on this runner has a root file system that an older runner kept without verifying it; end what uses the copy, or fork on another runner", rec.ID)
 }
 
-// checkAncestor refuses an ancestor that a checkpoint cannot have grown from. An ancestor has the same image, and it is of the same
+// checkAncestor refuses an ancestor that a checkpoint cannot descend from. An ancestor has the same image, and it is of the same
 // project or of the system's, which has the templates.
 func checkAncestor(h manifest.Header, project core.ProjectID, image core.Digest) error {
 	var field string
@@ -105,5 +105,5 @@ func checkAncestor(h manifest.Header, project core.ProjectID, image core.Digest)
 		return nil
 	}
 	return core.Errorf(core.DataLoss, core.CodeManifestInvalid,
-		"the manifest of checkpoint %s has another %s than the checkpoint that is said to have grown from it, so its bytes are not used", h.CheckpointID, field)
+		"the manifest of checkpoint %s has another %s than the checkpoint that is said to descend from it, so its bytes are not used", h.CheckpointID, field)
 }

@@ -99,7 +99,7 @@ func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, e
 			}
 		}
 	} else {
-		near, err = f.Bring(ctx, at.CheckpointID, []runnerapi.Stored{at}, nil)
+		near, err = f.EnsureLocal(ctx, at.CheckpointID, []runnerapi.Stored{at}, nil)
 	}
 	if err != nil {
 		return unusable(err)

@@ -23,7 +23,7 @@ func (l *Link) beat(ctx context.Context) (time.Duration, error) {
 	var began time.Time
 	var answered func(time.Duration) error
 	err := l.attempt(ctx, func(base string) (err error) {
-		// What the last controller was told may be old by now: each attempt is collected anew and has its own number.
+		// What the last controller was told may be old by now: each attempt collects the report again and has its own number.
 		if sent, err = l.collect(); err != nil {
 			return err
 		}
@@ -42,7 +42,7 @@ func (l *Link) beat(ctx context.Context) (time.Duration, error) {
 		return 0, errors.Join(err, l.runner.Fence(ctx, core.MessageOf(err)))
 	}
 	if c := core.CategoryOf(err); c == core.Conflict || c == core.NotFound {
-		l.endLease() // the database does not have this lease: register anew
+		l.endLease() // the database does not have this lease: register again
 		return 0, err
 	}
 	if err != nil {

@@ -298,8 +298,8 @@ func TestRegistrationsNameTheLastEpoch(t *testing.T) {
 	}
 }
 
-// TestAttemptsAreCollectedAnew: what the next controller is told after the first was slow has what began meanwhile.
-func TestAttemptsAreCollectedAnew(t *testing.T) {
+// TestAttemptsAreCollectedAgain: what the next controller is told after the first was slow has what began meanwhile.
+func TestAttemptsAreCollectedAgain(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
 	slow := make(chan int, 1)
@@ -354,8 +354,8 @@ func TestOlderController(t *testing.T) {
 	}
 }
 
-// TestDeadAreToldAgain: what ended is told again when the differences that had it were not applied.
-func TestDeadAreToldAgain(t *testing.T) {
+// TestDeadAreReportedAgain: what ended is reported again when the differences that had it were not applied.
+func TestDeadAreReportedAgain(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
 	x.fork()
@@ -391,8 +391,8 @@ func TestUnknownCheckpoint(t *testing.T) {
 	x.fork()
 }
 
-// TestToldCheckpoints: a controller that knows numbers tells a checkpoint without a row from one that was deleted.
-func TestToldCheckpoints(t *testing.T) {
+// TestDistinguishedCheckpoints: a controller that knows numbers tells a checkpoint without a row from one that was deleted.
+func TestDistinguishedCheckpoints(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
 	x.set(func(c *controller) { c.numbers, c.strays = true, []core.CheckpointID{x.template.ID} })

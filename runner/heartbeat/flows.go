@@ -10,20 +10,20 @@ import (
 	"github.com/coppice-dev/coppice/internal/pace"
 )
 
-// The pauses between attempts to tell of flows.
+// The pauses between attempts to report flows.
 const (
 	firstFlowPause = 100 * time.Millisecond
 	lastFlowPause  = 10 * time.Second
 )
 
-// Deliver tells the controllers what sandboxes send out, until ctx ends. What they have not answered stays on this host and is told again:
+// Deliver reports to the controllers what sandboxes send out, until ctx ends. What they have not answered stays on this host and is reported again:
 // nothing is given up.
 func (l *Link) Deliver(ctx context.Context) error {
 	var after int64
 	for ctx.Err() == nil {
 		flows, last, err := l.runner.Flows(ctx, after)
 		if err == nil {
-			if err = l.tell(ctx, flows); err == nil {
+			if err = l.sendFlows(ctx, flows); err == nil {
 				after = last
 			}
 		}
@@ -35,8 +35,8 @@ func (l *Link) Deliver(ctx context.Context) error {
 	return nil
 }
 
-// tell has a controller take flows. It tries until one does, or ctx ends.
-func (l *Link) tell(ctx context.Context, flows []core.Flow) error {
+// sendFlows sends flows to a controller. It tries until one does, or ctx ends.
+func (l *Link) sendFlows(ctx context.Context, flows []core.Flow) error {
 	path := strings.Replace(runnerapi.PathFlows, "{id}", string(l.runner.ID()), 1)
 	for wait := firstFlowPause; ; wait = min(2*wait, lastFlowPause) {
 		err := l.post(ctx, path, runnerapi.Flows{Flows: flows}, nil)
@@ -46,7 +46,7 @@ func (l *Link) tell(ctx context.Context, flows []core.Flow) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		l.cfg.Log.WarnContext(ctx, "what sandboxes have sent out was not told", "flows", len(flows), "again_ms", core.Milliseconds(wait), "err", err)
+		l.cfg.Log.WarnContext(ctx, "what sandboxes have sent out was not reported", "flows", len(flows), "again_ms", core.Milliseconds(wait), "err", err)
 		_ = pace.Pause(ctx, wait)
 	}
 }

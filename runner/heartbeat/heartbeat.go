@@ -28,7 +28,7 @@ type Peers interface {
 	Learn(removed []core.RunnerID, at time.Time, good time.Duration)
 }
 
-// Config says whom to tell. Either Member is set, and every controller is https://host:port, or Secret is.
+// Config says which controllers the link calls. Either Member is set, and every controller is https://host:port, or Secret is.
 type Config struct {
 	Controllers []string       // the listeners for runners: https://host:port, or http://host:port or unix:/path; the next is tried when one is away
 	Secret      string         // shared with the controller

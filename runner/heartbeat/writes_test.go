@@ -23,8 +23,8 @@ func (plane) Used() []core.WorkspaceID                  { return nil }
 func (plane) End([]core.KeyID)                          {}
 func (p plane) Writes() (string, []runnerapi.DataWrite) { return p.Pending() }
 
-// TestWritesThatWereNotTakenAreToldAgain: the runner forgets the writes that the controller says it took, and no others.
-func TestWritesThatWereNotTakenAreToldAgain(t *testing.T) {
+// TestWritesThatWereNotTakenAreReportedAgain: the runner forgets the writes that the controller says it took, and no others.
+func TestWritesThatWereNotTakenAreReportedAgain(t *testing.T) {
 	t.Parallel()
 	log, err := writelog.Open(filepath.Join(t.TempDir(), "writes.log"), "rn_1", slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -53,7 +53,7 @@ func TestWritesThatWereNotTakenAreToldAgain(t *testing.T) {
 				continue
 			}
 			if got := b.DataWrites[0].Number; got > next {
-				t.Errorf("write %d is told first, and write %d was not taken", got, next)
+				t.Errorf("write %d is reported first, and write %d was not taken", got, next)
 			}
 			next = b.DataWrites[0].Number + int64(min(writesTaken, len(b.DataWrites)))
 		}

@@ -25,7 +25,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// child is a stand-in for a VMM: it maps descriptor 3 privately, says where, and writes what it is told to.
+// child is a stand-in for a VMM: it maps descriptor 3 privately, says where, and writes what it is ordered to.
 func child(size string) {
 	var n int
 	_, _ = fmt.Sscan(size, &n)
@@ -45,8 +45,8 @@ func child(size string) {
 	}
 }
 
-// startChild starts one. tell has it write length bytes from value on.
-func startChild(t *testing.T, base *Base) (r Region, tell func(off, length, value int), kill func()) {
+// startChild starts one. write has it write length bytes from value on.
+func startChild(t *testing.T, base *Base) (r Region, write func(off, length, value int), kill func()) {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), os.Args[0])
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d", childVariable, base.Size))
@@ -167,17 +167,17 @@ func TestOtherProcess(t *testing.T) {
 	const size = 8 << 20
 	store := newStore(t, false)
 	base := zeroBase(t, store, size)
-	region, tell, kill := startChild(t, base)
-	tell(PageSize+100, 3*PageSize, 1)
-	tell(size-1, 1, 9)
+	region, write, kill := startChild(t, base)
+	write(PageSize+100, 3*PageSize, 1)
+	write(size-1, 1, 9)
 	bothScans(t, region, []Extent{{PageSize, 4 * PageSize}, {size - PageSize, PageSize}})
 	d := capture(t, region)
 
-	other, tellOther, _ := startChild(t, base)
+	other, writeOther, _ := startChild(t, base)
 	if err := d.Inject(other); err != nil {
 		t.Fatal(err)
 	}
-	tellOther(0, 1, 42)
+	writeOther(0, 1, 42)
 	bothScans(t, other, []Extent{{0, 5 * PageSize}, {size - PageSize, PageSize}})
 	want := make([]byte, size)
 	for i := range 3 * PageSize {

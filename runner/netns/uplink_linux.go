@@ -48,14 +48,14 @@ func (p *Pool) addUplink(ctx context.Context, s *space) error {
 		if err := (sysctl{"ipv6/conf/" + link + "/disable_ipv6", "1"}).set(); err != nil {
 			return err
 		}
-		_, err = bringUp(link, hostEnd)
+		_, err = setUp(link, hostEnd)
 		return err
 	})
 	if err != nil {
 		return fmt.Errorf("host side: %w", err)
 	}
 	err = s.inside(func() error {
-		up, err := bringUp(uplinkName, guestEnd)
+		up, err := setUp(uplinkName, guestEnd)
 		if err != nil {
 			return err
 		}
@@ -68,7 +68,7 @@ func (p *Pool) addUplink(ctx context.Context, s *space) error {
 	return wrapIf(err, "namespace side")
 }
 
-func bringUp(name string, ip netip.Addr) (netlink.Link, error) {
+func setUp(name string, ip netip.Addr) (netlink.Link, error) {
 	l, err := netlink.LinkByName(name)
 	if err != nil {
 		return nil, fmt.Errorf("find %s: %w", name, err)

@@ -275,7 +275,7 @@ func TestFreeLinkAvoidsWhatIsThere(t *testing.T) {
 			if err := addPair(name, host, netip.MustParseAddr("192.0.2.1")); err != nil {
 				return err
 			}
-			if _, err := bringUp(name, at); err != nil {
+			if _, err := setUp(name, at); err != nil {
 				return err
 			}
 		}

@@ -130,7 +130,7 @@ func (im *image) read(signaled <-chan struct{}, dest []byte, off int64, thread i
 		im.lastMiss.Store(time.Now().UnixNano())
 		defer im.wait(first, last, thread)()
 		im.note(first, last)
-		if err := im.bringFor(signaled, thread, im.runsOf(first, last)); err != nil {
+		if err := im.ensureFor(signaled, thread, im.runsOf(first, last)); err != nil {
 			return err
 		}
 		im.lastMiss.Store(time.Now().UnixNano())
@@ -258,7 +258,7 @@ func (im *image) frameRuns(page int64) []manifest.Run {
 // complete, damaged or dropped.
 func (im *image) run() {
 	begun := time.Now()
-	if err := im.bring(nil, im.wantedRuns(), demandParallel); err != nil {
+	if err := im.ensure(nil, im.wantedRuns(), demandParallel); err != nil {
 		return
 	}
 	if len(im.want) > 0 {
@@ -270,7 +270,7 @@ func (im *image) run() {
 		im.giveWay(begun)
 		var portion []manifest.Run
 		portion, page = im.portion(page)
-		if im.bring(nil, portion, restParallel) != nil {
+		if im.ensure(nil, portion, restParallel) != nil {
 			return
 		}
 	}

@@ -16,7 +16,7 @@ import (
 const (
 	firstRetry = time.Second
 	lastRetry  = 2 * time.Minute
-	givenUp    = 30 * time.Second // after this wait of a checkpoint, those that grew from it no longer wait for it
+	givenUp    = 30 * time.Second // after this wait of a checkpoint, those that descend from it no longer wait for it
 
 	lastCommitRetry = 4 * time.Second // the longest wait before a commit is repeated
 )
@@ -59,12 +59,12 @@ func (q *queue) poke() {
 }
 
 // next returns the oldest checkpoint that is due. If there is none, it returns when to look again; zero means when something happens. A
-// checkpoint is always older than those that grew from it.
+// checkpoint is always older than those that descend from it.
 func (q *queue) next(list []*checkpoints.Record, now time.Time) (*checkpoints.Record, time.Duration) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	slices.SortFunc(list, func(a, b *checkpoints.Record) int { return a.CreatedAt.Compare(b.CreatedAt) })
-	waiting := make(map[core.CheckpointID]bool) // checkpoints that are not sealed, and those that grew from them
+	waiting := make(map[core.CheckpointID]bool) // checkpoints that are not sealed, and those that descend from them
 	var soonest time.Duration
 	for _, rec := range list {
 		if q.sealed[rec.ID] {

@@ -179,10 +179,10 @@ func (s *Sealer) one(ctx context.Context, c Controller, epoch int64, rec *checkp
 	if attempt == 0 {
 		return
 	}
-	tell, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	report, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	fail := runnerapi.FailSeal{LeaseEpoch: epoch, Attempt: attempt, Problem: *runnerapi.ProblemOf(err)}
-	if err := c.FailSeal(tell, rec.ID, fail); err != nil { // no matter: the next attempt replaces this one
+	if err := c.FailSeal(report, rec.ID, fail); err != nil { // no matter: the next attempt replaces this one
 		log.InfoContext(ctx, "the controller was not told of an upload that failed", "err", err)
 	}
 }

@@ -134,8 +134,8 @@ type Driver interface {
 	// Spawn starts a VMM on a base; no guest instruction has run when it returns. A cancelled context or an
 	// error leaves no process and no file behind. The machine outlives ctx.
 	Spawn(ctx context.Context, spec Spec) (Machine, error)
-	// Recover attaches to a machine that an earlier runner process spawned, and lets the machine go if that process
-	// held it. It fails with ErrGone if that very process no longer exists; it never touches another process with the
+	// Recover attaches to a machine that an earlier runner process spawned, and continues the machine if that process
+	// stopped it. It fails with ErrGone if that very process no longer exists; it never touches another process with the
 	// same pid.
 	Recover(ctx context.Context, h Handle) (Machine, error)
 	// End ends a machine that an earlier runner process spawned, without any request to it, and waits until it is gone.
@@ -180,11 +180,11 @@ type Machine interface {
 	Done() <-chan struct{}
 	// Exit says how it ended; the zero value before Done is closed.
 	Exit() Exit
-	// Hold makes the kernel stop the VMM's process, whatever the process is doing; it needs no answer from the VMM. A
-	// thread in a page fault stops when it has its page. Until LetGo, only Kill, Exit, Console, Memory and Handle are
+	// Stop makes the kernel stop the VMM's process, whatever the process is doing; it needs no answer from the VMM. A
+	// thread in a page fault stops when it has its page. Until Continue, only Kill, Exit, Console, Memory and Handle are
 	// useful. Both are idempotent.
-	Hold() error
-	LetGo() error
+	Stop() error
+	Continue() error
 	// Kill ends the VMM and waits until it is gone. Idempotent. After it nothing of the machine is left but Dir.
 	Kill(ctx context.Context) error
 	// Release detaches from the machine without ending it, for a runner that stops. The Machine must not be used any

@@ -424,7 +424,7 @@ func TestRealDiskAgrees(t *testing.T) { //nolint:paralleltest // as above
 	}
 }
 
-// TestRealManyForks grows sixteen at once from one snapshot, which all have its memory and nothing of each other's.
+// TestRealManyForks forks sixteen at once from one snapshot, which all have its memory and nothing of each other's.
 func TestRealManyForks(t *testing.T) { //nolint:paralleltest // as above
 	const n = 16
 	r := newRig(t, 128)

@@ -49,8 +49,8 @@ type computer struct {
 
 	mu       sync.Mutex // guards the fields below
 	started  bool       // the guest program runs
-	runs     bool       // the machine is running, whether it is held or not
-	held     bool
+	runs     bool       // the machine is running, whether it is stopped or not
+	stopped  bool
 	over     bool // the machine has ended
 	exit     vmm.Exit
 	state    state
@@ -129,7 +129,7 @@ func (c *computer) run(on bool) {
 		return
 	}
 	c.runs = on
-	c.cpu.Run(on && !c.held)
+	c.cpu.Run(on && !c.stopped)
 	if on && !c.started {
 		c.started = true
 		guest := &Computer{c: c}
@@ -137,12 +137,12 @@ func (c *computer) run(on bool) {
 	}
 }
 
-// hold stops the guest although the machine runs, or lets it go on.
-func (c *computer) hold(on bool) {
+// setStopped stops the guest although the machine runs, or continues it.
+func (c *computer) setStopped(on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !c.over {
-		c.held = on
+		c.stopped = on
 		c.cpu.Run(c.runs && !on)
 	}
 }

@@ -267,7 +267,7 @@ func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error)
 		return nil, fmt.Errorf("recover fake machine %d: %w", h.StartTime, err)
 	}
 	m := &machine{computer: c}
-	if err := m.LetGo(); err != nil {
+	if err := m.Continue(); err != nil {
 		return nil, fmt.Errorf("recover fake machine %d: %w", h.StartTime, err)
 	}
 	return m, nil

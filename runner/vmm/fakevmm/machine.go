@@ -96,19 +96,19 @@ func (m *machine) Pause(ctx context.Context) error {
 	return m.step(ctx, StepPause, []state{stateRunning, statePaused}, statePaused, func() error { m.run(false); return nil })
 }
 
-func (m *machine) Hold() error {
-	if err := m.gone("hold"); err != nil {
+func (m *machine) Stop() error {
+	if err := m.gone("stop"); err != nil {
 		return err
 	}
-	m.hold(true)
+	m.setStopped(true)
 	return nil
 }
 
-func (m *machine) LetGo() error {
-	if err := m.gone("let go"); err != nil {
+func (m *machine) Continue() error {
+	if err := m.gone("continue"); err != nil {
 		return err
 	}
-	m.hold(false)
+	m.setStopped(false)
 	return nil
 }
 

@@ -102,7 +102,7 @@ func TestRecoverWaiting(t *testing.T) { //nolint:paralleltest // it waits until 
 	}
 	pid := m.Handle().PID
 	eventually.True(t, "its main thread waits", func() bool { return threads.Blocked(pid) == pid })
-	if err := m.Hold(); err != nil {
+	if err := m.Stop(); err != nil {
 		t.Fatal(err)
 	}
 	eventually.True(t, "all the others stand still", func() bool { return threads.Standing(pid) })

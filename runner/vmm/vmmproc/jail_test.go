@@ -26,7 +26,7 @@ func jailOf(tb testing.TB, program string, files ...string) *jail.Jail {
 	return j
 }
 
-// TestJailedShell runs a shell in a jail: it finds its own process, and can be held, let go and killed from outside.
+// TestJailedShell runs a shell in a jail: it finds its own process, and can be stopped, continued and killed from outside.
 func TestJailedShell(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -55,10 +55,10 @@ func TestJailedShell(t *testing.T) {
 	}
 }
 
-// TestJailHeld: a process in a jail is PID 1 of its namespace, which the kernel protects from signals of its own
+// TestJailStopped: a process in a jail is PID 1 of its namespace, which the kernel protects from signals of its own
 // namespace. The runner's STOP, CONT and KILL reach it all the same. Signals that ask a process to end do not, so
 // nothing may rely on them.
-func TestJailHeld(t *testing.T) {
+func TestJailStopped(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
 	c, _ := shell(t, "while :; do :; done")

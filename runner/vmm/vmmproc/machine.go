@@ -134,21 +134,21 @@ func (m *Machine) detach() {
 	m.Proc.Release()
 }
 
-// Hold implements vmm.Machine.
-func (m *Machine) Hold() error {
-	if err := m.signal("hold", unix.SIGSTOP); err != nil {
+// Stop implements vmm.Machine.
+func (m *Machine) Stop() error {
+	if err := m.signal("stop", unix.SIGSTOP); err != nil {
 		return err
 	}
 	// Its threads are named by numbers. If the process was killed and reaped meanwhile, other threads may have these
 	// numbers.
 	if start, err := startTime(m.Proc.PID); err != nil || start != m.Proc.StartTime {
-		return fmt.Errorf("hold: %w", vmm.ErrGone)
+		return fmt.Errorf("stop: %w", vmm.ErrGone)
 	}
 	return threads.Stop(m.Proc.PID)
 }
 
-// LetGo implements vmm.Machine.
-func (m *Machine) LetGo() error { return m.signal("let go", unix.SIGCONT) }
+// Continue implements vmm.Machine.
+func (m *Machine) Continue() error { return m.signal("continue", unix.SIGCONT) }
 
 func (m *Machine) signal(verb string, s unix.Signal) error {
 	if err := m.Gone(verb); err != nil {

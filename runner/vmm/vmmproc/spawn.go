@@ -124,7 +124,7 @@ func Recover[M any](ctx context.Context, driver string, h vmm.Handle, attach fun
 	if err != nil {
 		return m, err
 	}
-	err = proc.Signal(unix.SIGCONT) // the earlier runner may have held the process
+	err = proc.Signal(unix.SIGCONT) // the earlier runner may have stopped the process
 	if err == nil {
 		m, err = attach(proc)
 	}

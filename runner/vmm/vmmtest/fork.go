@@ -41,31 +41,31 @@ func testPauseStops(t *testing.T, w *world) {
 	probe.moves(t)
 }
 
-// testHold: a held machine stands still, goes on unchanged when it is let go or recovered, and can be ended meanwhile.
-func testHold(t *testing.T, w *world) {
+// testStop: a stopped machine stands still, goes on unchanged when it is continued or recovered, and can be ended meanwhile.
+func testStop(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
 	p := newProbe(t, m)
 	for range 2 {
-		must(t, m.Hold())
-		must(t, m.Hold())
+		must(t, m.Stop())
+		must(t, m.Stop())
 		p.stops(t)
-		must(t, m.LetGo())
-		must(t, m.LetGo())
+		must(t, m.Continue())
+		must(t, m.Continue())
 		p.moves(t)
 	}
 	m.want(t, "2", "inc")
-	must(t, m.Hold())
+	must(t, m.Stop())
 	m = m.recovered(t)
 	p.moves(t)
 	m.want(t, "3", "inc")
 	m.pause(t)
-	must(t, m.Hold())
-	must(t, m.LetGo())
+	must(t, m.Stop())
+	must(t, m.Continue())
 	p.standsStill(t)
 	m.resume(t)
-	must(t, m.Hold())
-	promptly(t, "the kill of a machine that is held", func() { m.kill(t) })
+	must(t, m.Stop())
+	promptly(t, "the kill of a stopped machine", func() { m.kill(t) })
 	m.allGone(t)
 }
 

@@ -48,8 +48,8 @@ func (m *machine) allGone(t *testing.T) {
 		"ResizeDisk": func() error { return m.ResizeDisk(ctx, ownDisk, diskBytes) },
 		"DialAgent":  func() error { _, err := m.DialAgent(ctx); return err },
 		"Running":    func() error { _, err := m.Running(ctx); return err },
-		"Hold":       m.Hold,
-		"LetGo":      m.LetGo,
+		"Stop":       m.Stop,
+		"Continue":   m.Continue,
 	} {
 		if err := call(); !errors.Is(err, vmm.ErrGone) {
 			t.Errorf("%s of a machine that has ended: got %v, want ErrGone", name, err)

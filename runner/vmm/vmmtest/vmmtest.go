@@ -60,7 +60,7 @@ func Run(t *testing.T, fixture func(t *testing.T) Fixture) {
 			{"OutlivesContext", testOutlivesContext},
 			{"CommandCancelled", testCommandCancelled},
 			{"PauseStops", testPauseStops},
-			{"Hold", testHold},
+			{"Stop", testStop},
 			{"SaveStateFails", testSaveStateFails},
 			{"Region", testRegion},
 			{"ForkEquals", testForkEquals},

@@ -247,8 +247,8 @@ func (p *process) ask(request string) string {
 	return strings.TrimSpace(answer)
 }
 
-// tell asks for what may keep the guest from answering.
-func (p *process) tell(request string) {
+// order asks for what may keep the guest from answering.
+func (p *process) order(request string) {
 	p.t.Helper()
 	conn, lines := p.dial("1024")
 	defer conn.Close()
@@ -455,7 +455,7 @@ func TestEnds(t *testing.T) {
 	program := testvm.BuildFakeCloudHypervisor(t).Path
 	p := booted(t, program)
 	p.ask("say famous last words")
-	p.tell("off")
+	p.order("off")
 	p.exits(0)
 	if b, err := os.ReadFile(p.path("serial")); err != nil || string(b) != "famous last words\r\n" {
 		t.Errorf("the console has %q, %v", b, err)
@@ -465,7 +465,7 @@ func TestEnds(t *testing.T) {
 	}
 	p = booted(t, program)
 	p.ask("inc")
-	p.tell("crash")
+	p.order("crash")
 	eventually.True(t, "it has rebooted", func() bool { return slices.Contains(p.seen(), "vm rebooted") })
 	if got := p.ask("count"); got != "0" {
 		t.Errorf("the guest counts %s after a reset", got)
@@ -473,7 +473,7 @@ func TestEnds(t *testing.T) {
 	if err := os.Remove(p.path("kernel")); err != nil {
 		t.Fatal(err)
 	}
-	p.tell("crash")
+	p.order("crash")
 	p.exits(1)
 	if !strings.Contains(p.errs.String(), "Cannot open kernel file") {
 		t.Errorf("it says %q", p.errs.String())

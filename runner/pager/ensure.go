@@ -27,10 +27,10 @@ var errReaderKilled = errors.New("the thread that reads has been killed")
 // the first signal, which may have been SIGSTOP.
 const killedTick = 200 * time.Millisecond
 
-// bringFor is bring for a thread. It gives up when the thread was killed.
-func (im *image) bringFor(signaled <-chan struct{}, thread int, runs []manifest.Run) error {
+// ensureFor is ensure for a thread. It gives up when the thread was killed.
+func (im *image) ensureFor(signaled <-chan struct{}, thread int, runs []manifest.Run) error {
 	come, giveUp := make(chan error, 1), make(chan struct{})
-	go func() { come <- im.bring(giveUp, runs, demandParallel) }()
+	go func() { come <- im.ensure(giveUp, runs, demandParallel) }()
 	var look <-chan time.Time
 	for {
 		select {
@@ -50,9 +50,9 @@ func (im *image) bringFor(signaled <-chan struct{}, thread int, runs []manifest.
 	}
 }
 
-// bring fetches the whole frames of runs, unless another caller already does, and returns when all are present. It
+// ensure fetches the whole frames of runs, unless another caller already does, and returns when all are present. It
 // tries until the store delivers them; an error is permanent. When giveUp is closed, it makes no new requests.
-func (im *image) bring(giveUp <-chan struct{}, runs []manifest.Run, parallel int) error {
+func (im *image) ensure(giveUp <-chan struct{}, runs []manifest.Run, parallel int) error {
 	wait := firstRetry
 	for {
 		mine, others := im.claim(runs)
