@@ -19,7 +19,7 @@ type checkpointView struct {
 	Image       string         `json:"image"`
 	Parent      string         `json:"parent,omitempty"`
 	Workspace   string         `json:"workspace,omitempty" jsonschema:"the workspace that was captured"`
-	Children    int            `json:"children" jsonschema:"how many checkpoints grew directly from it"`
+	Children    int            `json:"children" jsonschema:"the number of its direct child checkpoints"`
 	PauseMS     float64        `json:"pause_ms" jsonschema:"how long the workspace stood still"`
 	DeltaBytes  int64          `json:"delta_bytes" jsonschema:"memory that differs from its base"`
 	Pinned      bool           `json:"pinned,omitempty"`
@@ -76,7 +76,7 @@ type forkIn struct {
 }
 
 type forkOut struct {
-	Checkpoint string      `json:"checkpoint" jsonschema:"the checkpoint that the copies grew from"`
+	Checkpoint string      `json:"checkpoint" jsonschema:"the checkpoint that the copies were forked from"`
 	Children   []childView `json:"children"`
 	Ready      int         `json:"ready" jsonschema:"how many copies are ready"`
 }

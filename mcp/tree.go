@@ -37,7 +37,7 @@ type nodeOfWorkspace struct {
 func (r *registry) addTreeTools() {
 	add(r, tool{
 		name: "tree", title: "Show the tree of checkpoints", kind: reads,
-		about: "Show which checkpoint grew from which, with scores and other annotations, and the workspaces that stand on them.",
+		about: "Show which checkpoint descends from which, with scores and other annotations, and the workspaces that stand on them.",
 	}, r.tree)
 }
 

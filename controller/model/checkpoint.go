@@ -31,7 +31,7 @@ type Checkpoint struct {
 	WorkspaceID      core.WorkspaceID
 	WorkspaceEpoch   int64
 	SandboxID        core.SandboxID // the captured sandbox; set for the insertion only
-	Tree             string         // of the sandboxes that grow from it; set by Tx.Checkpoint and for its insertion only
+	Tree             string         // of the sandboxes that are forked from it; set by Tx.Checkpoint and for its insertion only
 	Address          string         // the address of the machine when it was captured; set likewise
 	Name             string
 	Labels           map[string]string
@@ -65,7 +65,7 @@ type Checkpoint struct {
 
 	Imported *Imported // of one that came as a file
 
-	Sources []runnerapi.Stored // of one that is to be grown: itself and its ancestors, as far as they are sealed
+	Sources []runnerapi.Stored // of one that is to be forked: itself and its ancestors, as far as they are sealed
 	Peers   []runnerapi.Peer   // likewise: runners that may have what is there
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks

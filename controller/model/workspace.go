@@ -88,7 +88,7 @@ type Sandbox struct {
 	EgressKey   []byte // of the egress process of its host
 	EgressURL   string // of that, as its guest reaches it
 
-	// Tree is the id of the tree. Sandboxes of a tree may have memory in common: they all grew from one workspace that was made from an
+	// Tree is the id of the tree. Sandboxes of a tree may have memory in common: they all descend from one workspace that was made from an
 	// image. Within a tree, and on a runner, no two living sandboxes have the same address.
 	Tree string
 }

@@ -27,7 +27,7 @@ type Runner struct {
 }
 
 // RequestDiskMB is the free disk that a runner needs to get a request. ForkDiskMB is the free disk
-// that it needs in addition for each new sandbox. A sandbox shares the files that it grows from, so
+// that it needs in addition for each new sandbox. A sandbox shares the files that it is forked from, so
 // a new one takes little. The runner itself reserves the room for a fetch.
 const (
 	RequestDiskMB = 32
@@ -192,7 +192,7 @@ func eligible(fleet []Runner, req Request) ([]Runner, error) {
 		if at < 0 || !fleet[at].Fresh {
 			return nil, core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "runner %s, which holds the checkpoint, has not been heard of lately; start it or wait for it", req.Holder)
 		}
-		// Draining keeps new work away, and the bytes are nowhere else: growing from them is refused, not moved.
+		// Draining keeps new work away, and the bytes are nowhere else: forks of them are refused, not moved.
 		if fleet[at].Draining {
 			return nil, core.Errorf(core.Unavailable, core.CodeNoRunner, "runner %s, which holds the checkpoint, is draining", req.Holder)
 		}

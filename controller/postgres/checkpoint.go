@@ -145,7 +145,7 @@ type checkpointWithSourceRow struct {
 	Address string            `db:"address"`
 }
 
-// Checkpoint returns one, with what its forks take over from the workspace that it was taken of. What grows from one that was taken of
+// Checkpoint returns one, with what its forks take over from the workspace that it was taken of. What descends from one that was taken of
 // none (a template, or one that was imported) is a tree of the project.
 func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
 	row, err := pgtx.One[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `

@@ -68,7 +68,7 @@ type nodeRow struct {
 	Relative int               `db:"relative"`
 }
 
-// Tree lists what grew from a node, breadth first: by generation, then by id. The ids of the page are found first, for its
+// Tree lists the descendants of a node, breadth first: by generation, then by id. The ids of the page are found first, for its
 // columns cost more than finding it.
 func (t *tx) Tree(ctx context.Context, id core.CheckpointID, p controller.TreePage) ([]controller.TreeNode, error) {
 	top, err := t.Checkpoint(ctx, id)

@@ -27,7 +27,7 @@ const workspaceColumns = `
 	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
 	w.created_at, w.ready_at, w.expires_at, w.ended_at`
 
-const growable = `(c.state = 'sealed' OR c.state = 'captured' AND EXISTS (SELECT 1 FROM runners x WHERE x.id = c.runner_id AND x.fenced_at IS NULL AND x.removed_at IS NULL))`
+const forkable = `(c.state = 'sealed' OR c.state = 'captured' AND EXISTS (SELECT 1 FROM runners x WHERE x.id = c.runner_id AND x.fenced_at IS NULL AND x.removed_at IS NULL))`
 
 // A plan is kept although the tables grow, and the planner guesses that an array has 10 elements and a recordset 100: in a young
 // database it would read all sandboxes for the one that is meant. LIMIT 1 leaves it only the index.
@@ -142,7 +142,7 @@ func (r sandboxRow) sandbox() (controller.Sandbox, error) {
 	}, nil
 }
 
-// workspaces reads rows. For those that are lost it says from which checkpoints they can be grown again.
+// workspaces reads rows. For those that are lost it says from which checkpoints they can be restored.
 func (t *tx) workspaces(ctx context.Context, sql string, a pgtx.Args) ([]controller.Workspace, error) {
 	list, err := t.plainWorkspaces(ctx, sql, a)
 	if err != nil {
@@ -157,7 +157,7 @@ type recoverRow struct {
 }
 
 // setRecoverFrom finds, for all lost workspaces of a list with one statement, the newest checkpoint of each lineage that can be
-// grown: in the store, or on a runner that was not given up. A template has nothing of the workspace.
+// forked: in the store, or on a runner that was not given up. A template has nothing of the workspace.
 func (t *tx) setRecoverFrom(ctx context.Context, list []controller.Workspace) error {
 	heads := map[core.CheckpointID]core.CheckpointID{}
 	for _, w := range list {
@@ -170,15 +170,15 @@ func (t *tx) setRecoverFrom(ctx context.Context, list []controller.Workspace) er
 	}
 	rows, err := pgtx.Many[recoverRow](ctx, t, `
 		WITH RECURSIVE up AS (
-			SELECT h.id AS head, p.id, p.parent_id, p.kind, 0 AS n, p.growable FROM unnest(@heads::text[]) AS h (id) CROSS JOIN LATERAL (
-				SELECT c.id, c.parent_id, c.kind, `+growable+` AS growable FROM checkpoints c WHERE c.id = h.id LIMIT 1
+			SELECT h.id AS head, p.id, p.parent_id, p.kind, 0 AS n, p.forkable FROM unnest(@heads::text[]) AS h (id) CROSS JOIN LATERAL (
+				SELECT c.id, c.parent_id, c.kind, `+forkable+` AS forkable FROM checkpoints c WHERE c.id = h.id LIMIT 1
 			) p
 			UNION ALL
-			SELECT up.head, p.id, p.parent_id, p.kind, up.n + 1, p.growable FROM up CROSS JOIN LATERAL (
-				SELECT c.id, c.parent_id, c.kind, `+growable+` AS growable FROM checkpoints c WHERE c.id = up.parent_id LIMIT 1
-			) p WHERE NOT up.growable AND up.n < 1000
+			SELECT up.head, p.id, p.parent_id, p.kind, up.n + 1, p.forkable FROM up CROSS JOIN LATERAL (
+				SELECT c.id, c.parent_id, c.kind, `+forkable+` AS forkable FROM checkpoints c WHERE c.id = up.parent_id LIMIT 1
+			) p WHERE NOT up.forkable AND up.n < 1000
 		)
-		SELECT up.head, up.id FROM up WHERE up.growable AND up.kind = 'user'`, pgtx.Args{"heads": pgtx.Texts(slices.Collect(maps.Keys(heads)))})
+		SELECT up.head, up.id FROM up WHERE up.forkable AND up.kind = 'user'`, pgtx.Args{"heads": pgtx.Texts(slices.Collect(maps.Keys(heads)))})
 	if err != nil {
 		return err
 	}

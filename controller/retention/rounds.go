@@ -105,7 +105,7 @@ func (r *Rounds) carryOut(ctx context.Context, due Stored, plan Plan, until time
 	return nil
 }
 
-// WalkTree reads a checkpoint and everything that grew from it in parts, each in a transaction of its own, until visit returns false or
+// WalkTree reads a checkpoint and everything that descends from it in parts, each in a transaction of its own, until visit returns false or
 // an error.
 func (r *Rounds) WalkTree(ctx context.Context, project core.ProjectID, id core.CheckpointID, annotation string, visit func(Node) (more bool, err error)) error {
 	for walk := (Walk{ID: id}); !walk.Done(); {
@@ -147,7 +147,7 @@ func (r *Rounds) plan(ctx context.Context, project core.ProjectID, id core.Check
 	tree, renewed := Tree{Most: maxTree}, time.Now()
 	err := r.WalkTree(ctx, project, id, policy.Annotation, func(n Node) (bool, error) {
 		if !tree.Add(n) {
-			return false, core.Errorf(core.Invalid, core.CodeUnsupported, "more than %d checkpoints grew from %s; use policies further down the tree", maxTree, id)
+			return false, core.Errorf(core.Invalid, core.CodeUnsupported, "more than %d checkpoints descend from %s; use policies further down the tree", maxTree, id)
 		}
 		if renew != nil && time.Since(renewed) > retentionLease/4 {
 			renewed = time.Now()

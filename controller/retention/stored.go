@@ -37,7 +37,7 @@ func (p TreePolicy) Validate() error {
 	return nil
 }
 
-// Stored is the stored policy of a checkpoint and of everything that grew from it.
+// Stored is the stored policy of a checkpoint and of everything that descends from it.
 type Stored struct {
 	ProjectID  core.ProjectID
 	Checkpoint core.CheckpointID
@@ -46,7 +46,7 @@ type Stored struct {
 	UpdatedAt  time.Time
 }
 
-// Walk is the position of a walk through a checkpoint and everything that grew from it. At the beginning only ID is set.
+// Walk is the position of a walk through a checkpoint and everything that descends from it. At the beginning only ID is set.
 type Walk struct {
 	ID    core.CheckpointID
 	Begun bool
@@ -77,7 +77,7 @@ type Store interface {
 type Tx interface {
 	// FindCheckpoint fails with a NotFound error if the transaction sees no such checkpoint.
 	FindCheckpoint(ctx context.Context, id core.CheckpointID) error
-	// Subtree returns the next nodes of a walk through a checkpoint and everything that grew from it, with their scores from an annotation. It
+	// Subtree returns the next nodes of a walk through a checkpoint and everything that descends from it, with their scores from an annotation. It
 	// also returns the next position of the walk. It reads a bounded number of rows. Nodes come after their parents. Checkpoints that are
 	// made during the walk may be missing.
 	Subtree(ctx context.Context, w Walk, annotation string) ([]Node, Walk, error)
@@ -126,7 +126,7 @@ func inProject[T any](ctx context.Context, store Store, project core.ProjectID, 
 	return out, err
 }
 
-// PutRetention stores the policy of a checkpoint and of everything that grew from it.
+// PutRetention stores the policy of a checkpoint and of everything that descends from it.
 func (r *Rounds) PutRetention(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy TreePolicy) (Stored, error) {
 	if err := policy.Validate(); err != nil {
 		return Stored{}, err

@@ -135,7 +135,7 @@ func (t *Tree) Lineage(ctx context.Context, project core.ProjectID, id core.Chec
 	})
 }
 
-// Subtree lists a checkpoint and everything that grew from it, breadth first.
+// Subtree lists a checkpoint and everything that descends from it, breadth first.
 func (t *Tree) Subtree(ctx context.Context, project core.ProjectID, id core.CheckpointID, p Page) ([]model.TreeNode, error) {
 	list, err := read(ctx, t, project, func(tx Tx) ([]model.TreeNode, error) { return tx.Tree(ctx, id, p) })
 	for i := range list {
