@@ -154,10 +154,10 @@ func loadModule(path string) error {
 }
 
 // mountRoot mounts the read-only root, with the given type or the first type that fits.
-func mountRoot(told string) error {
+func mountRoot(kind string) error {
 	types := []string{"erofs", "ext4"}
-	if told != "" {
-		types = []string{told}
+	if kind != "" {
+		types = []string{kind}
 	}
 	var errs []error
 	for _, t := range types {

@@ -55,7 +55,7 @@
 // The bytes of each output stream of a session are numbered from 0. The agent keeps the last 1 MiB.
 // While somebody follows a stream, or shortly after the start, the process waits for the reader as
 // it would at a pipe, so a follower that keeps reading gets every byte. Otherwise the oldest bytes
-// are dropped, and a reader who asks for them is told (Coppice-Offset is where the answer starts;
+// are dropped, and a reader who asks for them sees this (Coppice-Offset is where the answer starts;
 // the trailer Coppice-Truncated is "true" if bytes were dropped in between).
 //
 // # Versions

@@ -131,13 +131,13 @@ func (w *Watch) run() {
 // handle handles one event of the kernel. It returns false when the watched directory itself is gone.
 func (w *Watch) handle(wd int, bits uint32, name string) bool {
 	if bits&unix.IN_Q_OVERFLOW != 0 {
-		w.tell(guestapi.WatchOverflow, w.root, true)
+		w.notify(guestapi.WatchOverflow, w.root, true)
 		w.incomplete() // events of new directories may be lost
 		return true
 	}
 	dir, ok := w.dirs[wd]
 	if !ok {
-		return true // of a directory that has moved away
+		return true // of a directory that was moved elsewhere
 	}
 	if bits&unix.IN_IGNORED != 0 {
 		w.drop(wd)
@@ -149,7 +149,7 @@ func (w *Watch) handle(wd int, bits uint32, name string) bool {
 	path, isDir := join(dir, name), bits&unix.IN_ISDIR != 0
 	switch {
 	case bits&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0:
-		w.tell(guestapi.WatchCreate, path, isDir)
+		w.notify(guestapi.WatchCreate, path, isDir)
 		if isDir && w.info.Recursive {
 			w.grow(path, bits&unix.IN_CREATE != 0)
 		}
@@ -157,13 +157,13 @@ func (w *Watch) handle(wd int, bits uint32, name string) bool {
 		if isDir {
 			w.forget(path)
 		}
-		w.tell(guestapi.WatchRename, path, isDir)
+		w.notify(guestapi.WatchRename, path, isDir)
 	case bits&unix.IN_DELETE != 0:
-		w.tell(guestapi.WatchRemove, path, isDir)
+		w.notify(guestapi.WatchRemove, path, isDir)
 	case bits&unix.IN_MODIFY != 0:
-		w.tell(guestapi.WatchWrite, path, isDir)
+		w.notify(guestapi.WatchWrite, path, isDir)
 	case bits&unix.IN_ATTRIB != 0:
-		w.tell(guestapi.WatchChmod, path, isDir)
+		w.notify(guestapi.WatchChmod, path, isDir)
 	}
 	return true
 }
@@ -175,13 +175,13 @@ func (w *Watch) ofItself(dir string, bits uint32) bool {
 	}
 	switch {
 	case bits&unix.IN_DELETE_SELF != 0:
-		w.tell(guestapi.WatchRemove, dir, true)
+		w.notify(guestapi.WatchRemove, dir, true)
 		return false
 	case bits&unix.IN_MOVE_SELF != 0:
-		w.tell(guestapi.WatchRename, dir, true)
+		w.notify(guestapi.WatchRename, dir, true)
 		return false
 	case bits&unix.IN_ATTRIB != 0:
-		w.tell(guestapi.WatchChmod, dir, true)
+		w.notify(guestapi.WatchChmod, dir, true)
 	}
 	return bits&unix.IN_UNMOUNT == 0
 }
@@ -192,7 +192,7 @@ func (w *Watch) ofItself(dir string, bits uint32) bool {
 func (w *Watch) grow(path string, fresh bool) {
 	var found func(path string, dir bool)
 	if fresh {
-		found = func(p string, dir bool) { w.tell(guestapi.WatchCreate, p, dir) }
+		found = func(p string, dir bool) { w.notify(guestapi.WatchCreate, p, dir) }
 	}
 	err := w.do(context.Background(), func() error {
 		var st unix.Stat_t
@@ -206,7 +206,7 @@ func (w *Watch) grow(path string, fresh bool) {
 	}
 }
 
-// forget stops watching a directory that has moved away, and those below it.
+// forget stops watching a directory that was moved elsewhere, and those below it.
 func (w *Watch) forget(path string) {
 	rc, err := w.file.SyscallConn()
 	if err != nil {

@@ -242,8 +242,8 @@ func (w *Watch) behind(after int64) (list []guestapi.WatchEvent, ended bool, wak
 	return list, w.info.Ended, w.wake
 }
 
-// tell adds an event.
-func (w *Watch) tell(kind, path string, dir bool) {
+// notify adds an event.
+func (w *Watch) notify(kind, path string, dir bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	name := strings.TrimPrefix(strings.TrimPrefix(path, w.root), "/")
