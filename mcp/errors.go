@@ -50,7 +50,7 @@ var hints = map[string]string{
 	"WORKSPACE_NOT_READY":  "Call workspace_show for its state. A suspended workspace is resumed with workspace_set_state.",
 	"CHECKPOINT_NOT_FOUND": "Call tree for the checkpoints there are.",
 	"CHECKPOINT_NOT_READY": "Call tree for the checkpoint's state.",
-	"SESSION_NOT_FOUND":    "The session was killed, or its workspace was restored or deleted. Start the program anew with exec.",
+	"SESSION_NOT_FOUND":    "The session was killed, or its workspace was restored or deleted. Start the program again with exec.",
 	"FILE_NOT_FOUND":       "Call file_list for the files there are.",
 	"COMMAND_NOT_FOUND":    "The workspace has no such program. Pass shell syntax in \"shell\", not in \"command\".",
 	"IMAGE_NOT_FOUND":      "Leave image out to get the default image.",

@@ -182,11 +182,11 @@ func report(ctx context.Context, call *sdk.CallToolRequest) func() {
 	ctx, cancel := context.WithCancel(ctx)
 	done := make(chan struct{})
 	began := time.Now()
-	tell := func(progress float64) {
+	send := func(progress float64) {
 		message := fmt.Sprintf("%s: %d s", call.Params.Name, int(time.Since(began).Seconds()))
 		_ = call.Session.NotifyProgress(ctx, &sdk.ProgressNotificationParams{ProgressToken: token, Progress: progress, Message: message}) // the client may have gone
 	}
-	tell(0)
+	send(0)
 	go func() {
 		defer close(done)
 		ticker := time.NewTicker(progressEvery)
@@ -196,7 +196,7 @@ func report(ctx context.Context, call *sdk.CallToolRequest) func() {
 			case <-ctx.Done():
 				return
 			case <-ticker.C:
-				tell(float64(n))
+				send(float64(n))
 			}
 		}
 	}()
