@@ -39,7 +39,7 @@ type Account struct {
 	free, held int
 }
 
-// Reserve takes room for a message of n bytes, of which none was read yet, and reports whether there is that much. Grow then finds it.
+// Reserve takes room for a message of n bytes before any of them is read, and reports whether there is that much. Grow then finds it.
 func (a *Account) Reserve(n int) bool {
 	more := n - a.free
 	if more <= 0 {

@@ -260,7 +260,7 @@ func isEnded(err error) bool {
 	return ok
 }
 
-// endedError says that a helper closed its output before its last message. The way in which it ended tells why.
+// endedError says that a helper closed its output before its last message. How it ended says why.
 type endedError struct{ cause error }
 
 func (e *endedError) Error() string { return "its answer ended early: " + e.cause.Error() }

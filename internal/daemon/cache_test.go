@@ -32,7 +32,7 @@ func TestRotInTheCache(t *testing.T) {
 		rot(t, filepath.Join(first.cfg.Runner.DataDir, "cache"), filepath.Join(rc.DataDir, "cache"))
 	})
 	var forked coppice.ForkResult
-	until(t, "it is grown on the runner that lives", func() (_ bool, err error) {
+	until(t, "it is forked on the runner that lives", func() (_ bool, err error) {
 		forked, err = c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
 		return err == nil, err
 	})
@@ -93,7 +93,7 @@ func TestCopiesAreGivenUp(t *testing.T) {
 	}
 	for range 2 {
 		var forked coppice.ForkResult
-		until(t, "it is grown on the runner that lives", func() (_ bool, err error) {
+		until(t, "it is forked on the runner that lives", func() (_ bool, err error) {
 			forked, err = c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
 			return err == nil, err
 		})

@@ -269,7 +269,7 @@ type keptProbes struct {
 	Found  []found `json:"found"`
 }
 
-// try boots a guest under a VMM and KVM, or knows from an earlier start what came of it. That a VMM cannot be used is no error.
+// try boots a guest under a VMM and KVM, or knows the result from an earlier start. That a VMM cannot be used is no error.
 func (p *probe) try(ctx context.Context, name string, img images.Image) (found, error) {
 	path, version, err := p.find(ctx, name)
 	if err != nil {

@@ -33,13 +33,13 @@ type ControllerConfig struct {
 	Listen       string        // host:port of the public API
 	TLSCert      string        // PEM files of the public API; both or none
 	TLSKey       string
-	PlainHTTP    bool      // serve the public API in clear although it is not on loopback
+	PlainHTTP    bool      // serve the public API without TLS although it is not on loopback
 	RunnerListen string    // host:port for runners
 	KeyFile      string    // of the key that seals the cluster's keys; made by the first controller
 	MasterKeys   string    // file of the keys that wrap those of projects; empty: none
 	APIKeyFile   string    // holds, or gets, the first API key; empty: none is made
 	JoinKeyFile  string    // likewise, a key that makes join tokens and nothing else
-	E2B          E2BConfig // in clear or with the certificate of the public API, as that is served
+	E2B          E2BConfig // with the certificate of the public API, or without TLS if the public API is
 	Metrics      string    // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
 	Secrets      SecretsConfig
@@ -93,10 +93,10 @@ func (c ControllerConfig) validate() error {
 		bad("--tls-cert and --tls-key go together")
 	}
 	if c.TLSCert == "" && c.E2B.Listen != "" && !loopback(c.E2B.Listen) && !c.PlainHTTP {
-		bad("E2B's clients would be served in clear on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.E2B.Listen)
+		bad("E2B's clients would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.E2B.Listen)
 	}
 	if c.TLSCert == "" && !loopback(c.Listen) && !c.PlainHTTP {
-		bad("the API would be served in clear on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
+		bad("the API would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
 	}
 	return errors.Join(append(errs, c.Secrets.validate())...)
 }
@@ -283,7 +283,7 @@ func (c ControllerConfig) scheme() string {
 func listenPublic(ctx context.Context, cfg ControllerConfig, address, flag string, h http.Handler) (*listener, error) {
 	if cfg.TLSCert == "" {
 		if !loopback(address) {
-			cfg.Log.WarnContext(ctx, "the API is served in clear: keys and data can be read by whoever sees the traffic", flag, address)
+			cfg.Log.WarnContext(ctx, "the API is served without TLS: whoever sees the traffic can read keys and data", flag, address)
 		}
 		return listen(ctx, address, flag, h, cfg.Log)
 	}
@@ -294,7 +294,7 @@ func listenPublic(ctx context.Context, cfg ControllerConfig, address, flag strin
 	return listenTLS(ctx, address, flag, cert.config(), strict(h), cfg.Log)
 }
 
-// strict tells browsers never to come in clear.
+// strict orders browsers to use only TLS.
 func strict(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Strict-Transport-Security", "max-age=31536000")

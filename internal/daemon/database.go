@@ -87,7 +87,7 @@ func (w *databaseWatch) check(d durability.Report) error {
 		w.reached = max(w.reached, d.Timeline)
 	}
 	if err != nil && w.serving {
-		// Users are not told about the server.
+		// Users learn nothing about the server.
 		err = core.Wrapf(err, core.Unavailable, core.CodeDatabaseUnavailable, "the database server that answers is refused; the controller's log says why")
 	}
 	if err != nil {
@@ -162,7 +162,7 @@ func (w *databaseWatch) facts() DatabaseFacts {
 	return DatabaseFacts{Commits: w.last.Commits(), Weak: w.last.Weak(), Timeline: w.last.Timeline, Promise: w.last.Promise()}
 }
 
-// start waits for a server that may be used. From then on a refused one is an outage, which requests are told of.
+// start waits for a server that may be used. From then on a refused one is an outage, and requests fail with it.
 func (w *databaseWatch) start(ctx context.Context, store *postgres.Store, wait time.Duration) error {
 	w.mu.Lock()
 	w.store = store
@@ -200,7 +200,7 @@ type inspector interface {
 	Recheck()
 }
 
-// look has the open connections checked anew when the server of one is refused. An absent database is seen by whoever works, and one whose
+// look checks the open connections again when the server of one is refused. Callers notice an absent database, and one whose
 // connections are all in use keeps them.
 func (w *databaseWatch) look(ctx context.Context, store inspector) {
 	_, err := store.Inspect(ctx)

@@ -24,7 +24,7 @@ type listener struct {
 
 var errNoTLS = errors.New("this listener needs a TLS configuration")
 
-// listenTLS binds an address. Without a configuration it refuses: there is no way to serve it in clear by mistake.
+// listenTLS binds an address. Without a configuration it refuses: it cannot be served without TLS by mistake.
 func listenTLS(ctx context.Context, address, flag string, secure *tls.Config, h http.Handler, log *slog.Logger) (*listener, error) {
 	if secure == nil || secure.GetCertificate == nil && secure.GetConfigForClient == nil {
 		return nil, errNoTLS

@@ -50,7 +50,7 @@ func TestNothingWithoutTLS(t *testing.T) {
 			h.ServeHTTP(w, httptest.NewRequest(http.MethodPost, path, nil))
 			var p runnerapi.Problem
 			if err := json.NewDecoder(w.Body).Decode(&p); err != nil || w.Code != http.StatusUnauthorized || p.Code != core.CodeCertificateRefused {
-				t.Errorf("%s handler in clear, %s: %d %+v, %v", name, path, w.Code, p, err)
+				t.Errorf("%s handler without TLS, %s: %d %+v, %v", name, path, w.Code, p, err)
 			}
 		}
 	}

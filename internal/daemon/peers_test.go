@@ -171,7 +171,7 @@ func TestRemovedRunnerIsRefused(t *testing.T) {
 	if status, err := ask(third.Client(name)); err != nil || status != http.StatusNotFound {
 		t.Errorf("another runner: %d, %v", status, err)
 	}
-	c.kill() // without a controller, nobody is told of removals
+	c.kill() // without a controller, nobody learns of removals
 	until(t, "no runner is admitted", func() (bool, error) {
 		status, err := ask(third.Client(name))
 		return status == http.StatusServiceUnavailable, err

@@ -45,7 +45,7 @@ func TestPool(t *testing.T) {
 	first.kill()
 	for id, want := range map[coppice.CheckpointID]string{cp.ID: "one", later.ID: "two"} {
 		var forked coppice.ForkResult
-		until(t, "it is grown on the runner that lives", func() (bool, error) {
+		until(t, "it is forked on the runner that lives", func() (bool, error) {
 			forked, err = c.client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{Count: new(2)})
 			return err == nil, err
 		})

@@ -98,7 +98,7 @@ func TestControllerAndRunner(t *testing.T) {
 	}
 }
 
-// TestRunnerOfAnotherVMM starts a runner again with another VMM: what it kept cannot be grown on that, by the name of the field, and can once
+// TestRunnerOfAnotherVMM starts a runner again with another VMM: what it kept cannot be forked on that, by the name of the field, and can once
 // the runner is what it was. Machines of a VMM that it does not know are lost, with that cause.
 func TestRunnerOfAnotherVMM(t *testing.T) {
 	t.Parallel()
@@ -154,11 +154,11 @@ func TestRunnerOfAnotherVMM(t *testing.T) {
 		t.Fatal(err)
 	}
 	echo(t, c.client, sleeps.ID)
-	grown, err := c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
-	if err != nil || len(grown.Children) != 1 {
-		t.Fatalf("%+v, %v", grown, err)
+	forked, err := c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
+	if err != nil || len(forked.Children) != 1 {
+		t.Fatalf("%+v, %v", forked, err)
 	}
-	echo(t, c.client, grown.Children[0].Workspace.ID)
+	echo(t, c.client, forked.Children[0].Workspace.ID)
 }
 
 // TestFollowOutlivesControllers follows a program's output, and waits for its end, through the death of the controller.

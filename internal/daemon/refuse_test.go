@@ -103,7 +103,7 @@ func TestRefusals(t *testing.T) {
 		"a registration as another runner":      {self, c.ready.Runners, runnerapi.PathRegister, runnerapi.Register{Info: runnerapi.Info{RunnerID: other, Version: runnerapi.Version}, Endpoint: "https://x:1"}, core.CodePermissionDenied},
 		"a certificate of another runner":       {self, c.ready.Runners, at(runnerapi.PathRenew, other), runnerapi.Renew{CertificateRequest: request()}, core.CodePermissionDenied},
 		"a registration in another version":     {self, c.ready.Runners, runnerapi.PathRegister, runnerapi.Register{Info: runnerapi.Info{RunnerID: id, Version: runnerapi.Version + 1}, Endpoint: "https://x:1"}, core.CodeUnsupported},
-		"an endpoint in clear":                  {self, c.ready.Runners, runnerapi.PathRegister, runnerapi.Register{Info: runnerapi.Info{RunnerID: id, Version: runnerapi.Version}, Endpoint: "http://x:1"}, core.CodeInvalidField},
+		"an endpoint without TLS":               {self, c.ready.Runners, runnerapi.PathRegister, runnerapi.Register{Info: runnerapi.Info{RunnerID: id, Version: runnerapi.Version}, Endpoint: "http://x:1"}, core.CodeInvalidField},
 		"a request that is not its sender's":    {self, c.ready.Runners, at(runnerapi.PathRenew, id), runnerapi.Renew{CertificateRequest: []byte("x")}, core.CodeInvalidField},
 		"a certificate of another cluster":      {trusting, c.ready.Runners, at(runnerapi.PathHeartbeat, id), runnerapi.Heartbeat{LeaseEpoch: 1}, core.CodeCertificateRefused},
 		"no certificate":                        {open, c.ready.Runners, at(runnerapi.PathHeartbeat, id), runnerapi.Heartbeat{LeaseEpoch: 1}, core.CodeCertificateRefused},
@@ -244,7 +244,7 @@ func TestConfigurations(t *testing.T) {
 		change func(*daemon.ControllerConfig)
 		says   string
 	}{
-		"in clear for all":    {func(c *daemon.ControllerConfig) { c.Listen = "0.0.0.0:0" }, "--plain-http"},
+		"no TLS for all":      {func(c *daemon.ControllerConfig) { c.Listen = "0.0.0.0:0" }, "--plain-http"},
 		"half of TLS":         {func(c *daemon.ControllerConfig) { c.TLSCert = "x" }, "--tls-key"},
 		"a negative lease":    {func(c *daemon.ControllerConfig) { c.Tune.RunnerFence = -1 }, "--runner-fence"},
 		"no database":         {func(c *daemon.ControllerConfig) { c.Database = "" }, "--database"},
@@ -263,11 +263,11 @@ func TestConfigurations(t *testing.T) {
 		cfg  daemon.RunnerConfig
 		says string
 	}{
-		"no controller":          {daemon.RunnerConfig{}, "--controller"},
-		"a controller in clear":  {daemon.RunnerConfig{Controllers: []string{"http://127.0.0.1:1"}, JoinToken: "a.b"}, "https://"},
-		"no token":               {daemon.RunnerConfig{Controllers: []string{"https://127.0.0.1:1"}}, "runner-token create"},
-		"a controller that away": {daemon.RunnerConfig{Controllers: []string{"https://127.0.0.1:1"}, JoinToken: "a.b"}, string(core.CodeControllerUnreachable)},
-		"data without a plane":   {daemon.RunnerConfig{Controllers: []string{"https://127.0.0.1:1"}, DataURL: "https://x"}, "--data-listen"},
+		"no controller":                  {daemon.RunnerConfig{}, "--controller"},
+		"a controller, no TLS":           {daemon.RunnerConfig{Controllers: []string{"http://127.0.0.1:1"}, JoinToken: "a.b"}, "https://"},
+		"no token":                       {daemon.RunnerConfig{Controllers: []string{"https://127.0.0.1:1"}}, "runner-token create"},
+		"a controller that is not there": {daemon.RunnerConfig{Controllers: []string{"https://127.0.0.1:1"}, JoinToken: "a.b"}, string(core.CodeControllerUnreachable)},
+		"data without a plane":           {daemon.RunnerConfig{Controllers: []string{"https://127.0.0.1:1"}, DataURL: "https://x"}, "--data-listen"},
 	} {
 		c.cfg.DataDir, c.cfg.Listen = t.TempDir(), "127.0.0.1:0"
 		p := begin(t, "runner", serverConfig{Runner: c.cfg, RunDir: dir}, nil)

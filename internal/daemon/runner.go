@@ -79,7 +79,7 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 	if err != nil {
 		return err
 	}
-	// Runners of one cluster may share a host: the mark tells what each has made there.
+	// Runners of one cluster may share a host: the mark says what each has made there.
 	metrics, err := OpenMetrics(ctx, cfg.Metrics, cfg.Log)
 	if err != nil {
 		return err

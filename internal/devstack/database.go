@@ -37,7 +37,7 @@ func (d *database) dsn() string { return d.current().DSN("postgres") }
 func (d *database) stop(ctx context.Context) error {
 	pg := d.current()
 	select {
-	case <-pg.Done(): // and it was not possible to start it again, which keep has told
+	case <-pg.Done(): // and it was not possible to start it again, which keep has reported
 		return nil
 	default:
 		return pg.Stop(ctx)

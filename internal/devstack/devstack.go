@@ -53,7 +53,7 @@ type Config struct {
 	Secrets daemon.SecretsConfig
 
 	Listen    string // host:port of the public API, on loopback; port 0 picks a free one
-	PlainHTTP bool   // serve the public API in clear although it is not on loopback
+	PlainHTTP bool   // serve the public API without TLS although it is not on loopback
 	E2B       daemon.E2BConfig
 	OnExit    OnExit // empty: Stop
 	// Hurry ends what OnExit says early when it is closed. nil: nobody hurries.
@@ -149,7 +149,7 @@ func (cfg Config) checkAddress(flag, address string) error {
 		return nil
 	}
 	return core.Errorf(core.Invalid, core.CodeInvalidField,
-		"--%[1]s %[2]s: the API would be served in clear, with its keys, to everybody who reaches that address; listen on 127.0.0.1:%[3]s, or say --plain-http if a proxy in front of it speaks TLS", flag, core.Clip(address), core.Clip(port))
+		"--%[1]s %[2]s: the API would be served without TLS, with its keys, to everybody who reaches that address; listen on 127.0.0.1:%[3]s, or say --plain-http if a proxy in front of it speaks TLS", flag, core.Clip(address), core.Clip(port))
 }
 
 // listen listens on the addresses. Nothing is served on them before everything runs.

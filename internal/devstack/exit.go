@@ -55,7 +55,7 @@ func (s *stack) settle(ctx context.Context) {
 		case <-ctx.Done():
 		}
 	}()
-	e := settling{list: s.running, act: s.control.Suspend, doing: "suspending", done: "suspended", tell: s.tell, log: s.log, over: map[core.WorkspaceID]bool{}}
+	e := settling{list: s.running, act: s.control.Suspend, doing: "suspending", done: "suspended", report: s.report, log: s.log, over: map[core.WorkspaceID]bool{}}
 	if s.cfg.OnExit == Terminate {
 		e.act, e.doing, e.done = s.control.Terminate, "terminating", "terminated"
 	}
@@ -68,7 +68,7 @@ type settling struct {
 	list        func(context.Context) ([]controller.Workspace, error)
 	act         func(context.Context, core.ProjectID, core.WorkspaceID, time.Duration) (controller.Answer, error)
 	doing, done string
-	tell        func(format string, a ...any)
+	report      func(format string, a ...any)
 	log         *slog.Logger
 
 	// mu guards the fields below.
@@ -92,7 +92,7 @@ func (e *settling) run(ctx context.Context) {
 			break
 		}
 		if pass == 0 {
-			e.tell("%s %s; Ctrl-C again stops them at once", e.doing, count(len(list)))
+			e.report("%s %s; Ctrl-C again stops them at once", e.doing, count(len(list)))
 		}
 		e.pass(ctx, list)
 		select {
@@ -101,7 +101,7 @@ func (e *settling) run(ctx context.Context) {
 		}
 	}
 	if len(seen) > 0 {
-		e.tell("%d of %s %s", e.settled, count(len(seen)), e.done)
+		e.report("%d of %s %s", e.settled, count(len(seen)), e.done)
 	}
 }
 
@@ -163,7 +163,7 @@ func (s *stack) running(ctx context.Context) ([]controller.Workspace, error) {
 	}
 }
 
-func (s *stack) tell(format string, a ...any) {
+func (s *stack) report(format string, a ...any) {
 	if s.cfg.Tell != nil {
 		s.cfg.Tell(fmt.Sprintf(format, a...))
 	}

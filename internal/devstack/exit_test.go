@@ -49,10 +49,10 @@ func (b *busy) act(_ context.Context, _ core.ProjectID, id core.WorkspaceID, _ t
 	return controller.Answer{Done: true}, nil
 }
 
-func (b *busy) settling(told *[]string) *settling {
+func (b *busy) settling(said *[]string) *settling {
 	return &settling{
 		list: b.list, act: b.act, doing: "suspending", done: "suspended", log: slog.New(slog.DiscardHandler), over: map[core.WorkspaceID]bool{},
-		tell: func(format string, a ...any) { *told = append(*told, fmt.Sprintf(format, a...)) },
+		report: func(format string, a ...any) { *said = append(*said, fmt.Sprintf(format, a...)) },
 	}
 }
 
@@ -63,14 +63,14 @@ func TestSettleBusyWorkspaces(t *testing.T) {
 	early := core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "it starts")
 	full := core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "no room")
 	b := &busy{refuse: map[core.WorkspaceID][]error{"ready": nil, "checkpointing": {conflict, conflict}, "creating": {early}, "late": nil, "full": {full}}, late: "late"}
-	var told []string
-	b.settling(&told).run(t.Context())
+	var said []string
+	b.settling(&said).run(t.Context())
 	slices.Sort(b.ended)
 	if want := []core.WorkspaceID{"checkpointing", "creating", "late", "ready"}; !slices.Equal(b.ended, want) {
 		t.Errorf("%v were suspended, want %v", b.ended, want)
 	}
-	if last := told[len(told)-1]; last != "4 of 5 workspaces suspended" || !strings.Contains(told[0], "Ctrl-C again") {
-		t.Errorf("%q", told)
+	if last := said[len(said)-1]; last != "4 of 5 workspaces suspended" || !strings.Contains(said[0], "Ctrl-C again") {
+		t.Errorf("%q", said)
 	}
 }
 
@@ -84,9 +84,9 @@ func TestSettleHurries(t *testing.T) {
 		<-b.refused
 		hurry()
 	}()
-	var told []string
-	b.settling(&told).run(ctx)
-	if len(b.ended) != 0 || told[len(told)-1] != "0 of 1 workspace suspended" {
-		t.Errorf("%v, %q", b.ended, told)
+	var said []string
+	b.settling(&said).run(ctx)
+	if len(b.ended) != 0 || said[len(said)-1] != "0 of 1 workspace suspended" {
+		t.Errorf("%v, %q", b.ended, said)
 	}
 }

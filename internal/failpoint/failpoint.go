@@ -108,7 +108,7 @@ type Armed struct {
 	release  sync.Once // closes released
 }
 
-// Arm makes the named point fire until Disarm. A point that is armed already is armed anew.
+// Arm makes the named point fire until Disarm. A point that is armed already is armed again.
 func Arm(name string, a Action) (*Armed, error) {
 	mu.Lock()
 	p := points[name]

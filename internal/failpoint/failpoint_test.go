@@ -110,7 +110,7 @@ func TestHang(t *testing.T) {
 	}
 }
 
-func TestArmingAnewReleases(t *testing.T) {
+func TestArmingAgainReleases(t *testing.T) {
 	armed := arm(t, "test.step_one", Action{Kind: Hang})
 	done := make(chan error)
 	go func() { done <- stepOne.Hit(t.Context()) }()

@@ -55,7 +55,7 @@ func (f files) swap(context.Context) Result {
 		return warn(checkSwap, cure, "the kernel does not say whether there is swap: %s", cause(err))
 	}
 	if lines := strings.Split(strings.TrimSpace(string(raw)), "\n"); len(lines) > 1 {
-		return warn(checkSwap, cure, "%d swap areas: guests' memory may reach a disk in clear, and a pause waits for what was swapped out", len(lines)-1)
+		return warn(checkSwap, cure, "%d swap areas: guests' memory may reach a disk unencrypted, and a pause waits for what was swapped out", len(lines)-1)
 	}
 	return ok(checkSwap, "none")
 }

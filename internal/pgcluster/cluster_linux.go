@@ -199,7 +199,7 @@ func (c *Cluster) hold(cmd *exec.Cmd, started chan<- error) {
 	}
 	c.process = cmd.Process
 	started <- nil
-	// The lock goes before done is closed, so that whoever saw the end may start anew.
+	// The lock is released before done is closed, so that a caller that saw the end may start again.
 	c.err = errors.Join(endedBy(cmd.Wait()), giveUp(c.lock))
 	close(c.done)
 }

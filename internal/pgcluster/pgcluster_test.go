@@ -311,7 +311,7 @@ func TestStalePIDFile(t *testing.T) {
 	}
 }
 
-func TestHalfMadeClusterIsMadeAnew(t *testing.T) {
+func TestHalfMadeClusterIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	cfg := config(t, filepath.Join(t.TempDir(), "pg"))
 	if err := os.MkdirAll(filepath.Join(cfg.Dir, "data.new", "base"), 0o700); err != nil {

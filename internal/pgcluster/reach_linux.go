@@ -77,7 +77,7 @@ var system = []string{"/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/dev",
 
 // dropForeign detaches, from the namespace of the calling thread, every mount that holds neither a needed path nor a part of the system. A
 // copy of a mount keeps the device and the file system alive after their owner has unmounted them: the volume of another
-// coppice dev, say, which could then not be mounted anew.
+// coppice dev, say, which could then not be mounted again.
 func dropForeign(needed []string) error {
 	b, err := os.ReadFile("/proc/thread-self/mountinfo")
 	if err != nil {

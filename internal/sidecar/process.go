@@ -130,17 +130,17 @@ func tail(path string) string {
 	return strings.TrimSpace(string(b[max(0, len(b)-500):]))
 }
 
-// stopTime is the time within which a process must end after it was told to.
+// stopTime is the time within which a process must end after it was ordered to.
 const stopTime = 10 * time.Second
 
 // End tells a process to end and waits until it is gone, with everything that it had open.
-func End(name string, pid int, tell func() error) error {
+func End(name string, pid int, order func() error) error {
 	process, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
 		return fmt.Errorf("find the %s (process %d): %w", name, pid, err)
 	}
 	defer func() { _ = unix.Close(process) }()
-	if err := tell(); err != nil {
+	if err := order(); err != nil {
 		return err
 	}
 	gone, err := waitGone(process, stopTime)
