@@ -55,7 +55,7 @@ func TestSealKeys(t *testing.T) {
 	if err := began.Write(t.Context(), nil); err != nil {
 		t.Fatal(err)
 	}
-	if err := began.End(t.Context()); core.CodeOf(err) != core.CodeInvalidField || !strings.Contains(err.Error(), "in clear") {
+	if err := began.End(t.Context()); core.CodeOf(err) != core.CodeInvalidField || !strings.Contains(err.Error(), "unencrypted") {
 		t.Fatalf("what was begun in clear is sealed: %v", err)
 	}
 	u := w.begin(files, a.ID)

@@ -8,7 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/migrations"
 )
 
-// TestCopiesAreNotRewritten: the table of copies has a row for each copy of each runner, and heartbeats wait while it is written anew.
+// TestCopiesAreNotRewritten: the table of copies has a row for each copy of each runner, and heartbeats wait while it is written again.
 func TestCopiesAreNotRewritten(t *testing.T) {
 	t.Parallel()
 	conn := connect(t, testpg.New(t, migrations.Up))

@@ -158,7 +158,7 @@ func TestEgressKilled(t *testing.T) {
 		}
 		_ = idle.Close()
 		rules := rulesOf(int64(round)+2, fmt.Sprintf("n%d.test", round))
-		if err := r.SetEgressRules(t.Context(), ids[1], rules); err != nil { // while it is away, or just back
+		if err := r.SetEgressRules(t.Context(), ids[1], rules); err != nil { // while it is unreachable, or just back
 			t.Fatal(err)
 		}
 		for i, name := range []string{"a.test", rules.Allow[0]} {

@@ -205,7 +205,7 @@ func TestExportEncrypted(t *testing.T) {
 	}
 	for _, o := range stored.Objects {
 		if !strings.HasSuffix(o.Key, ".k1") {
-			t.Errorf("%s is in clear", o.Key)
+			t.Errorf("%s is unencrypted", o.Key)
 		}
 	}
 	for name, m := range images {

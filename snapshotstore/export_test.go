@@ -22,7 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "write the golden files again")
 
 // export writes a checkpoint as a file.
 func (x *rig) export(ref manifest.Ref) []byte {

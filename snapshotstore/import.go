@@ -279,7 +279,7 @@ func (im *Import) frame(i int, key *envelope.Key, pack, raw []byte) ([]byte, []b
 		return pack, raw, badFile("frame %d of %d, at byte %d, does not contain the pages that its manifest says", i+1, len(im.frames), at)
 	}
 	if key != nil {
-		pack = key.Seal(pack, stored, f.Hash[:])
+		pack = key.Encrypt(pack, stored, f.Hash[:])
 	}
 	return pack, raw, nil
 }

@@ -89,7 +89,7 @@ func (p *packer) add(image string, pages []int64, raw []byte) error {
 		j.hash = sha256.Sum256(j.out)
 		j.raw = nil
 		if p.key != nil {
-			j.out = p.key.Seal(make([]byte, 0, len(j.out)+envelope.Overhead), j.out, j.hash[:])
+			j.out = p.key.Encrypt(make([]byte, 0, len(j.out)+envelope.Overhead), j.out, j.hash[:])
 		}
 		return nil
 	})
@@ -252,7 +252,7 @@ func openFrame(key *envelope.Key, f *manifest.Frame, stored, buf []byte) ([]byte
 		return nil, errMismatch
 	}
 	if key != nil {
-		opened, err := key.Open(buf, stored, f.Hash[:])
+		opened, err := key.Decrypt(buf, stored, f.Hash[:])
 		if err != nil {
 			return nil, errMismatch
 		}

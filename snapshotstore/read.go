@@ -168,7 +168,7 @@ func readBody(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) ([]byte, 
 	}
 	if key != nil {
 		// The stored bytes are unchanged, so the key must be the wrong one.
-		if b, err = key.Open(nil, b, []byte(ref.Key)); err != nil {
+		if b, err = key.Decrypt(nil, b, []byte(ref.Key)); err != nil {
 			return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "object %s was encrypted with another key than the one that this process has", ref.Key)
 		}
 	}

@@ -114,7 +114,7 @@ func Write(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Head
 func putManifest(ctx context.Context, blobs blob.Blobs, prefix string, key *envelope.Key, body []byte) (manifest.Ref, error) {
 	name := prefix + key.Name("manifest")
 	if key != nil {
-		body = key.Seal(make([]byte, 0, len(body)+envelope.Overhead), body, []byte(name))
+		body = key.Encrypt(make([]byte, 0, len(body)+envelope.Overhead), body, []byte(name))
 	}
 	ref := manifest.Ref{Key: name, Digest: core.DigestOf(body), Bytes: int64(len(body))}
 	return ref, blobs.Put(ctx, ref.Key, bytes.NewReader(body), ref.Bytes, ref.Digest)

@@ -52,7 +52,7 @@ const (
 	HeaderOperation = "Coppice-Operation-Id"
 )
 
-// Paths of a runner's data plane, which is for users: they bring a pass.
+// Paths of a runner's data plane, which is for users: they send a pass.
 const (
 	PathDataHealth = "/healthz"        // GET, open to all
 	PathDataAttach = "/v1/data/attach" // GET, WebSocket, as the API's /v1/attach
@@ -148,7 +148,7 @@ type Checkpoint struct {
 	DiskBytes        int64               `json:"disk_bytes"`         // allocated bytes of the overlay, shared extents counted in full
 	PauseMS          float64             `json:"pause_ms"`           // how long the sandbox did not run; 0 for a template
 	Timings          []core.Timing       `json:"timings"`
-	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"` // what the captured sandbox itself got anew before its thaw
+	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"` // how the captured sandbox itself was reseeded before its thaw
 	Processes        []core.StaleProcess `json:"stale_prng_processes,omitempty"`
 	CreatedAt        time.Time           `json:"created_at"` // the instant that it has, by the host's clock
 }
@@ -164,8 +164,8 @@ type Capture struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Stop         bool              `json:"stop,omitempty"` // the sandbox ends with it: it does not run after the captured instant
 	Fork         bool              `json:"fork,omitempty"` // it is for children on this runner: refused where none could be started
-	// Parent is the last checkpoint of the workspace by the controller's rows. The runner may have captured others since, of which the
-	// controller knows nothing after a failed operation or a failover of its database. Empty from a controller of before.
+	// Parent is the last checkpoint of the workspace by the controller's rows. The runner may have captured others since: after a failed
+	// operation or a failover of its database, the controller does not know them. Empty from an older controller.
 	Parent core.CheckpointID `json:"parent,omitempty"`
 }
 

@@ -93,7 +93,7 @@ func insert(ctx context.Context, store Store, key *masterkey.Key) (Row, error) {
 	if err != nil {
 		return row, err
 	}
-	row.Authority, row.AuthorityKey, row.PassKey = authority.Certificate(), key.Seal(authorityName, secret), key.Seal(passName, passes.Seed())
+	row.Authority, row.AuthorityKey, row.PassKey = authority.Certificate(), key.Encrypt(authorityName, secret), key.Encrypt(passName, passes.Seed())
 	var first Row // of the first of several controllers
 	err = store.InSystem(ctx, func(tx Tx) error {
 		var err error
@@ -104,11 +104,11 @@ func insert(ctx context.Context, store Store, key *masterkey.Key) (Row, error) {
 }
 
 func (r Row) open(key *masterkey.Key) (Trust, error) {
-	secret, err := key.Open(authorityName, r.AuthorityKey)
+	secret, err := key.Decrypt(authorityName, r.AuthorityKey)
 	if err != nil {
 		return Trust{}, err
 	}
-	seed, err := key.Open(passName, r.PassKey)
+	seed, err := key.Decrypt(passName, r.PassKey)
 	if err != nil {
 		return Trust{}, err
 	}

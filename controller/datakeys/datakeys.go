@@ -216,11 +216,11 @@ func (k *Keeper) Of(ctx context.Context, objects []string) (runnerapi.Keys, erro
 	return out, nil
 }
 
-// For returns the keys of all objects that these checkpoints need. It asks for nothing if all of them are sealed in clear.
+// For returns the keys of all objects that these checkpoints need. It asks for nothing if all of them are unencrypted.
 func (k *Keeper) For(ctx context.Context, sealed ...runnerapi.Stored) (runnerapi.Keys, error) {
 	var ids []core.CheckpointID
 	for _, s := range sealed {
-		if envelope.Encrypted(s.Manifest) { // a checkpoint in clear needs no encrypted objects
+		if envelope.Encrypted(s.Manifest) { // an unencrypted checkpoint needs no encrypted objects
 			ids = append(ids, s.CheckpointID)
 		}
 	}

@@ -41,7 +41,7 @@ type SandboxFilter struct {
 	Workspaces []core.WorkspaceID
 }
 
-// RunnerCheckpoints are checkpoints that a runner has. One that is in no list has no row, or a row of which the runner should have no
+// RunnerCheckpoints are checkpoints that a runner has. One that is in no list has no row, or the runner should not have its
 // bytes: its capture failed, or it was captured elsewhere and is not in the store.
 type RunnerCheckpoints struct {
 	Copies    []core.CheckpointID // captured there, or sealed
@@ -134,7 +134,7 @@ func (f *Fleet) apply(ctx context.Context, b *beat) (runnerapi.Heartbeated, erro
 		f.cfg.Log.WarnContext(ctx, "workspace lost", "workspace_id", l.ID, "runner_id", b.id, "cause", l.Failure.Message)
 	}
 	if out := b.out; len(out.DropSandboxes)+len(out.DropCheckpoints)+len(out.StrayCheckpoints) > 0 {
-		f.cfg.Log.InfoContext(ctx, "runner told to drop what has no row", "runner_id", b.id,
+		f.cfg.Log.InfoContext(ctx, "runner was asked to drop what has no row", "runner_id", b.id,
 			"sandboxes", out.DropSandboxes, "checkpoints", out.DropCheckpoints, "strays", out.StrayCheckpoints)
 	}
 	if sum := b.h.Info.Images; sum != "" && sum != b.order.ImagesSum {

@@ -157,7 +157,7 @@ func (f *Fleet) CheckIdentity(ctx context.Context, id core.RunnerID) error {
 	return f.store.InSystem(ctx, func(tx Tx) error { return tx.InsertRunnerIdentity(ctx, id) })
 }
 
-// Remove revokes a runner's identity. From then on no controller accepts its messages or calls it, and it ends its sandboxes when it is told.
+// Remove revokes a runner's identity. From then on no controller accepts its messages or calls it, and it ends its sandboxes as soon as it learns of this.
 // A runner with living workspaces is removed only with force; then the workspaces are LOST. A runner that the database does not know is
 // RUNNER_NOT_FOUND, and its certificate is refused from then on, if it has one.
 func (f *Fleet) Remove(ctx context.Context, id core.RunnerID, force bool) error {

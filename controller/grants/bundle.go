@@ -84,7 +84,7 @@ func (m *Manager) Bundles(ctx context.Context, list []Workspace, lenient bool) (
 			}
 		}
 		if err == nil {
-			out[i].Rules.Grants, err = grant.Seal(w.Sandbox.EgressKey, w.Sandbox.ID, w.Rules.Version, bundle)
+			out[i].Rules.Grants, err = grant.Encrypt(w.Sandbox.EgressKey, w.Sandbox.ID, w.Rules.Version, bundle)
 		}
 		if err != nil && !lenient {
 			return nil, err

@@ -168,7 +168,7 @@ func callerKey(c echo.Context, control *controller.Controller) (controller.Key, 
 	scheme, secret, _ := strings.Cut(c.Request().Header.Get("Authorization"), " ")
 	secret = strings.TrimSpace(secret)
 	if !control.Tenancy.Known(secret) {
-		if err := tell(c)(control.AllowOpen(c.Request().RemoteAddr)); err != nil {
+		if err := reportAllowance(c)(control.AllowOpen(c.Request().RemoteAddr)); err != nil {
 			return controller.Key{}, err
 		}
 	}
@@ -217,7 +217,7 @@ func (op *operation) enter(c echo.Context, control *controller.Controller, next 
 	ctx := c.Request().Context()
 	if !op.secured {
 		if op.access.rate != "" {
-			if err := tell(c)(control.AllowOpen(c.Request().RemoteAddr)); err != nil {
+			if err := reportAllowance(c)(control.AllowOpen(c.Request().RemoteAddr)); err != nil {
 				return err
 			}
 		}
@@ -227,7 +227,7 @@ func (op *operation) enter(c echo.Context, control *controller.Controller, next 
 	if err != nil {
 		return err
 	}
-	if err := tell(c)(control.Allow(key, op.access.rate)); err != nil {
+	if err := reportAllowance(c)(control.Allow(key, op.access.rate)); err != nil {
 		return err
 	}
 	if !op.listed {
@@ -248,8 +248,8 @@ const (
 	headerReset     = "RateLimit-Reset"
 )
 
-// tell writes what is left of a rate into the answer, whatever becomes of it.
-func tell(c echo.Context) func(controller.Allowance, error) error {
+// reportAllowance writes what is left of a rate into the headers of the answer, also when the request fails.
+func reportAllowance(c echo.Context) func(controller.Allowance, error) error {
 	return func(left controller.Allowance, err error) error {
 		h := c.Response().Header()
 		h.Set(headerLimit, strconv.Itoa(left.Limit))
@@ -261,8 +261,8 @@ func tell(c echo.Context) func(controller.Allowance, error) error {
 
 func wholeSeconds(d time.Duration) string { return strconv.Itoa(int(math.Ceil(d.Seconds()))) }
 
-// tellRetry says when what failed may succeed.
-func tellRetry(h http.Header, p api.Problem, err error) {
+// setRetryAfter says when a request that failed may succeed.
+func setRetryAfter(h http.Header, p api.Problem, err error) {
 	after := retryAfter
 	switch {
 	case p.Code == string(core.CodeIdempotencyInProgress):

@@ -274,7 +274,7 @@ func TestAuditOfOthers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	other := w.secondProject()
-	w.grown(other)
+	w.oneOfEach(other)
 	var self api.APIKey
 	w.want(200, "GET", "/v1/self", nil, &self)
 	var theirs api.APIKey

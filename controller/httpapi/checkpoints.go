@@ -119,7 +119,7 @@ func (s *server) PatchCheckpoint(ctx context.Context, r api.PatchCheckpointReque
 // ForkCheckpoint serves POST /v1/checkpoints/{id}/fork.
 func (s *server) ForkCheckpoint(ctx context.Context, r api.ForkCheckpointRequestObject) (api.ForkCheckpointResponseObject, error) {
 	b := r.Body
-	req, err := forkIn(growth{
+	req, err := forkIn(forkOptions{
 		count: b.Count, name: b.BranchName, allOrNothing: b.AllOrNothing, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds,
 		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume, onTTL: b.OnTTL,
 	})
@@ -138,7 +138,7 @@ func (s *server) ForkCheckpoint(ctx context.Context, r api.ForkCheckpointRequest
 // RestoreCheckpoint serves POST /v1/checkpoints/{id}/restore.
 func (s *server) RestoreCheckpoint(ctx context.Context, r api.RestoreCheckpointRequestObject) (api.RestoreCheckpointResponseObject, error) {
 	b := r.Body
-	req, err := forkIn(growth{
+	req, err := forkIn(forkOptions{
 		name: b.WorkspaceName, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds, grants: b.Grants,
 		idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume, onTTL: b.OnTTL,
 	})

@@ -12,8 +12,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// tell sends flows as the runner does.
-func (w *world) tell(flows ...core.Flow) {
+// reportFlows sends flows as the runner does.
+func (w *world) reportFlows(flows ...core.Flow) {
 	w.t.Helper()
 	path := strings.Replace(runnerapi.PathFlows, "{id}", string(w.runner.ID()), 1)
 	if err := runnertest.Post(w.t.Context(), w.inner+path, runnerSecret, runnerapi.Flows{Flows: flows}, nil); err != nil {
@@ -32,7 +32,7 @@ func (w *world) sandboxOf(ws string) core.SandboxID {
 	return ""
 }
 
-// TestEgressJournal: what a runner tells is listed, with what of it is behind a checkpoint.
+// TestEgressJournal: what a runner reports is listed, with what of it is behind a checkpoint.
 func TestEgressJournal(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -55,9 +55,9 @@ func TestEgressJournal(t *testing.T) {
 	unsent.Outcome, unsent.Reason, unsent.Ended = core.FlowDenied, "a forbidden address", unsent.At.Add(time.Second)
 	foreign, odd, none := flow("f6", "POST"), flow("f 7", "POST"), flow("f8", "POST")
 	foreign.SandboxID, none.Outcome = core.NewID[core.SandboxID](), "odd"
-	w.tell(denied, ended, read, foreign, odd, tunnel, none, after, write)
-	w.tell(ended, read)
-	w.tell(cutBegun, unsentBegun, unsent, cut)
+	w.reportFlows(denied, ended, read, foreign, odd, tunnel, none, after, write)
+	w.reportFlows(ended, read)
+	w.reportFlows(cutBegun, unsentBegun, unsent, cut)
 	next := w.checkpoint(ws.ID)
 
 	at := "/v1/workspaces/" + ws.ID + "/egress"
@@ -131,7 +131,7 @@ func TestEgressJournal(t *testing.T) {
 	// The journal outlives the workspace, and what its runner still has of it is taken.
 	w.want(200, "DELETE", "/v1/workspaces/"+ws.ID, nil, nil)
 	late := flow("f9", "GET")
-	w.tell(late)
+	w.reportFlows(late)
 	w.want(200, "GET", at, nil, &list)
 	if len(list.Items) != 8 || list.Items[0].ID != "f9" {
 		t.Errorf("after its end: %+v", list.Items)
@@ -153,8 +153,8 @@ func TestEgressCounts(t *testing.T) {
 	}
 	one := f
 	one.ID, one.Count, one.Last, one.Ended = "f2", 0, time.Time{}, time.Time{}
-	w.tell(f, one)
-	w.tell(f)
+	w.reportFlows(f, one)
+	w.reportFlows(f)
 	var list api.FlowList
 	w.want(200, "GET", "/v1/workspaces/"+ws.ID+"/egress?outcome=denied", nil, &list)
 	if len(list.Items) != 2 || list.Omitted != nil || list.Items[0].Count != 1 || !list.Items[0].LastAt.IsZero() || list.Items[1].Count != 240_000 || !list.Items[1].At.Equal(at) || !list.Items[1].LastAt.Equal(f.Last) {

@@ -23,18 +23,18 @@ func TestEgressAfterNoise(t *testing.T) {
 		ended.Ended, ended.Status, ended.Sent = at.Add(time.Second), 200, 100
 		return []core.Flow{f, ended}
 	}
-	w.tell(flow("noise1", "GET", "noise.example", "")...)
-	w.tell(flow("noise2", "POST", "noise.example", "")...)
-	w.tell(core.Flow{ID: "noise3", SandboxID: sandbox, At: at, Spoken: core.SpokenTCP, Host: "noise.example", Port: 1, Outcome: core.FlowDenied, Reason: "no rule"})
+	w.reportFlows(flow("noise1", "GET", "noise.example", "")...)
+	w.reportFlows(flow("noise2", "POST", "noise.example", "")...)
+	w.reportFlows(core.Flow{ID: "noise3", SandboxID: sandbox, At: at, Spoken: core.SpokenTCP, Host: "noise.example", Port: 1, Outcome: core.FlowDenied, Reason: "no rule"})
 	w.sql(`UPDATE flow_rows SET (rows, effects, denied) = (30000000, 10000000, 10000000)`) // as if there had been so many
 	quiet := flow("read", "GET", "vault.example", "grt_1")
 	for range 2 {
-		w.tell(quiet...)
+		w.reportFlows(quiet...)
 	}
 	for i := range 30 {
-		w.tell(flow(fmt.Sprint("write", i), "PUT", "bank.example", "")...)
+		w.reportFlows(flow(fmt.Sprint("write", i), "PUT", "bank.example", "")...)
 	}
-	w.tell(core.Flow{ID: "late", SandboxID: sandbox, At: at, Spoken: core.SpokenTCP, Host: "evil.example", Port: 22, Outcome: core.FlowDenied, Reason: "no rule"})
+	w.reportFlows(core.Flow{ID: "late", SandboxID: sandbox, At: at, Spoken: core.SpokenTCP, Host: "evil.example", Port: 22, Outcome: core.FlowDenied, Reason: "no rule"})
 	cp := w.checkpoint(ws.ID)
 
 	var list api.FlowList

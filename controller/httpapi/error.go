@@ -160,7 +160,7 @@ func fail(log *slog.Logger) echo.HTTPErrorHandler {
 			panic(http.ErrAbortHandler) // a stream broke midway: the client must not take it for whole
 		}
 		h := c.Response().Header()
-		tellRetry(h, p, err)
+		setRetryAfter(h, p, err)
 		if p.Status == http.StatusUnauthorized {
 			h.Set("WWW-Authenticate", `Bearer realm="coppice"`)
 		}

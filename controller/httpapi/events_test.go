@@ -164,7 +164,7 @@ func TestEventStreamPace(t *testing.T) {
 	}
 	s.end()
 
-	// Megabytes of events, of which the client takes the headers.
+	// Megabytes of events. The client reads only the headers.
 	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(serve(20*time.Millisecond, 200*time.Millisecond), "http://"))
 	if err != nil {
 		t.Fatal(err)

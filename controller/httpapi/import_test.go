@@ -397,7 +397,7 @@ func TestImportAbandoned(t *testing.T) {
 	if _, err := machine(t.Context(), w.blobs, fmt.Sprintf("v1/%s/%s/1/", project.ID, id), manifest.Header{ProjectID: project.ID, CheckpointID: id}, 1); err != nil {
 		t.Fatal(err)
 	}
-	w.importsUnderWay(0) // the chore comes by
+	w.importsUnderWay(0) // the periodic job runs
 	var keys int
 	if err := w.conn().QueryRow(t.Context(), `SELECT count(*) FROM idempotency_keys`).Scan(&keys); err != nil || keys > 0 {
 		t.Errorf("%d keys are taken, %v", keys, err)

@@ -31,7 +31,7 @@ const (
 	killStore = "HTTPAPI_TEST_KILL_STORE"
 )
 
-// serveUntilKilled is a controller in a process of its own, which dies at the point that it is told.
+// serveUntilKilled is a controller in a process of its own, which dies at the given failpoint.
 func serveUntilKilled(dsn string) {
 	fail := func(err error) {
 		fmt.Fprintln(os.Stderr, err)

@@ -182,7 +182,7 @@ func reorder(t *testing.T, body string) string {
 	return string(b)
 }
 
-// ident is what names the thing that an answer tells of.
+// ident is what names the object of an answer.
 func ident(t *testing.T, r reply) string {
 	t.Helper()
 	var v struct {

@@ -162,7 +162,7 @@ func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
 		}
 	}
 	var err error
-	if out.Rest, err = restIn(b.IdleSeconds, b.OnIdle, b.AutoResume, b.OnTTL); err != nil {
+	if out.Rest, err = idlePolicyIn(b.IdleSeconds, b.OnIdle, b.AutoResume, b.OnTTL); err != nil {
 		return out, err
 	}
 	out.Egress = core.EgressPolicy(b.Network.EgressPolicy)
@@ -180,8 +180,8 @@ func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
 	return out, err
 }
 
-// growth is what every request that grows workspaces from a checkpoint has.
-type growth struct {
+// forkOptions are the fields that every fork request has.
+type forkOptions struct {
 	count        *int
 	name         string
 	allOrNothing bool
@@ -196,8 +196,8 @@ type growth struct {
 	onTTL        api.OnTTL
 }
 
-// restIn reads what becomes of a workspace that is not used.
-func restIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume, onTTL api.OnTTL) (controller.Rest, error) {
+// idlePolicyIn reads what becomes of a workspace that is not used.
+func idlePolicyIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume, onTTL api.OnTTL) (controller.Rest, error) {
 	out := controller.Rest{IdleAfter: seconds(idle), OnIdle: controller.IdleAction(onIdle), AutoResume: autoResume, OnTTL: controller.IdleAction(onTTL)}
 	switch {
 	case idle == 0 && onIdle != "":
@@ -208,7 +208,7 @@ func restIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume, onTTL a
 	return out, nil
 }
 
-func forkIn(g growth) (controller.ForkRequest, error) {
+func forkIn(g forkOptions) (controller.ForkRequest, error) {
 	out := controller.ForkRequest{Count: 1, Name: g.name, AllOrNothing: g.allOrNothing, TTL: seconds(g.ttl)}
 	if g.count != nil {
 		out.Count = *g.count
@@ -217,7 +217,7 @@ func forkIn(g growth) (controller.ForkRequest, error) {
 	if out.Grants, err = grantsIn(g.grants); err != nil {
 		return out, err
 	}
-	if out.Rest, err = restIn(g.idle, g.onIdle, g.autoResume, g.onTTL); err != nil {
+	if out.Rest, err = idlePolicyIn(g.idle, g.onIdle, g.autoResume, g.onTTL); err != nil {
 		return out, err
 	}
 	out.Egress = core.EgressPolicy(g.network.EgressPolicy)

@@ -50,12 +50,12 @@ func TestSealing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := u.Fail(t.Context(), core.Errorf(core.Unavailable, core.CodeStoreUnavailable, "the store is away")); err != nil {
+	if err := u.Fail(t.Context(), core.Errorf(core.Unavailable, core.CodeStoreUnavailable, "the store is unreachable")); err != nil {
 		t.Fatal(err)
 	}
 	at := "/v1/checkpoints/" + cp.ID
 	w.want(200, "GET", at, nil, &cp)
-	if s := cp.Seal; s == nil || s.State != api.SealFailed || s.Attempt != 1 || s.Problem == nil || s.Problem.Code != "STORE_UNAVAILABLE" || s.Problem.Message != "the store is away" {
+	if s := cp.Seal; s == nil || s.State != api.SealFailed || s.Attempt != 1 || s.Problem == nil || s.Problem.Code != "STORE_UNAVAILABLE" || s.Problem.Message != "the store is unreachable" {
 		t.Errorf("failed: %+v", s)
 	}
 	if err := w.runner.Seal(t.Context(), sealer{w}, w.blobs, 1, id); err != nil {

@@ -24,8 +24,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/pass"
 )
 
-// grown is a project with one object of each kind that has an id. as is its key.
-func (w *world) grown(as string) map[string]string {
+// oneOfEach is a project with one object of each kind that has an id. as is its key.
+func (w *world) oneOfEach(as string) map[string]string {
 	w.t.Helper()
 	send := func(method, path, body string, out any) {
 		w.t.Helper()
@@ -189,14 +189,14 @@ var forAdmins = []string{"patchProject", "deleteProject", "deleteRunner", "creat
 func TestForeign(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	theirs := w.grown("")
+	theirs := w.oneOfEach("")
 	key := w.secondProject()
-	own := w.grown(key)
+	own := w.oneOfEach(key)
 	none := nobodys()
 	before := w.dump()
 	for _, p := range places(t) {
 		if theirs[p.kind] == "" {
-			t.Errorf("%s: %s is an id of a kind (%s) that this test does not know; give grown one", p.op, p.name, p.kind)
+			t.Errorf("%s: %s is an id of a kind (%s) that this test does not know; give oneOfEach one", p.op, p.name, p.kind)
 			continue
 		}
 		foreign, missing := w.do(p.with(t, theirs[p.kind], own, key)), w.do(p.with(t, none[p.kind], own, key))
@@ -263,7 +263,7 @@ func (w *world) newKey(name string, scopes ...core.KeyScope) api.CreatedKey {
 func TestEveryTokenKind(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	ids := w.grown("")
+	ids := w.oneOfEach("")
 	revoked, expired := w.newKey("revoked", core.ScopeAdmin), w.newKey("expired", core.ScopeAdmin)
 	if got := w.do(call{method: "DELETE", path: "/v1/keys/" + revoked.Key.ID}); got.status != 204 {
 		t.Fatalf("%d %s", got.status, got.body)

@@ -132,7 +132,7 @@ func (s *server) ResumeWorkspace(ctx context.Context, r api.ResumeWorkspaceReque
 // ForkWorkspace serves POST /v1/workspaces/{id}/fork.
 func (s *server) ForkWorkspace(ctx context.Context, r api.ForkWorkspaceRequestObject) (api.ForkWorkspaceResponseObject, error) {
 	b := r.Body
-	fork, err := forkIn(growth{
+	fork, err := forkIn(forkOptions{
 		count: b.Count, name: b.BranchName, allOrNothing: b.AllOrNothing, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds,
 		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume, onTTL: b.OnTTL,
 	})

@@ -192,7 +192,7 @@ func eligible(fleet []Runner, req Request) ([]Runner, error) {
 		if at < 0 || !fleet[at].Fresh {
 			return nil, core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "runner %s, which holds the checkpoint, has not been heard of lately; start it or wait for it", req.Holder)
 		}
-		// Draining keeps new work away, and the bytes are nowhere else: forks of them are refused, not moved.
+		// A draining runner takes no new work, and no other host has the bytes: forks are refused, not moved.
 		if fleet[at].Draining {
 			return nil, core.Errorf(core.Unavailable, core.CodeNoRunner, "runner %s, which holds the checkpoint, is draining", req.Holder)
 		}
@@ -212,7 +212,7 @@ func eligible(fleet []Runner, req Request) ([]Runner, error) {
 		})
 		if len(list) == 0 {
 			return nil, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
-				"no runner can load this checkpoint: %s; start its runner again as it was when the checkpoint was taken (--vmm, --accel, the VMM's version), or create a workspace anew", differs)
+				"no runner can load this checkpoint: %s; start its runner again as it was when the checkpoint was taken (--vmm, --accel, the VMM's version), or create a new workspace", differs)
 		}
 	}
 	if req.Image != "" {

@@ -406,8 +406,8 @@ const (
 	pruneMost   = 2000 // rows of one transaction, about; the sweep does the rest
 )
 
-// pruneUp stops showing deleted nodes that are nobody's ancestors and no living workspace's head, and of each of their ancestors of which the
-// same is true then, as far as each has no other child that is shown. It returns them with their parents.
+// pruneUp hides deleted nodes that have no visible descendants and are no living workspace's head. Then it does the same with their
+// ancestors, until one has another visible child. It returns the hidden nodes with their parents.
 const pruneUp = `
 	WITH RECURSIVE up AS (
 		SELECT c.id, c.parent_id, 1 AS n FROM unnest(@ids::text[]) AS u (id) CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = u.id LIMIT 1) c

@@ -201,9 +201,9 @@ func TestDeleteCheckpoint(t *testing.T) {
 	wantCode(t, remove(c.ID), core.CodeCheckpointNotFound)
 	// A living workspace whose head is a deleted node may grow on from it: the node is an ancestor again.
 	d.exec(`UPDATE workspaces SET checkpoint_id = $1, checkpoint_project_id = $2 WHERE id = $3`, c.ID, d.project, w.ID)
-	grown := d.node(w, c.ID)
-	if n := shown(); n != 5 || grown.Depth != 4 {
-		t.Errorf("from a deleted head: %d shown, depth %d", n, grown.Depth)
+	child := d.node(w, c.ID)
+	if n := shown(); n != 5 || child.Depth != 4 {
+		t.Errorf("from a deleted head: %d shown, depth %d", n, child.Depth)
 	}
 	// In use: an operation that has not ended names it.
 	op := controller.Operation{ID: core.NewID[core.OperationID](), ProjectID: d.project, Kind: controller.OpForkCheckpoint, Input: []byte(`{}`), LeaseOwner: "o", CheckpointID: a.ID}

@@ -103,7 +103,7 @@ func TestRunnerLease(t *testing.T) {
 	if lost := fence(20 * time.Second); len(lost) != 0 {
 		t.Errorf("fenced twice: %v", lost)
 	}
-	wantCode(t, beat(1), core.CodeRunnerLost) // it must end its sandboxes, and register anew
+	wantCode(t, beat(1), core.CodeRunnerLost) // it must end its sandboxes, and register again
 	if r = get(); !r.Fenced {
 		t.Errorf("%+v", r)
 	}

@@ -251,7 +251,7 @@ func TestManyKeys(t *testing.T) {
 			t.Errorf("%s copies, want %d", got[0], n)
 		}
 	}
-	// A chain of two checkpoints with as many objects, of which the second needs every other one of the first.
+	// A chain of two checkpoints with as many objects. The second needs every other object of the first.
 	a, b := d.node(w, from.ID), d.node(w, from.ID)
 	seal := func(id core.CheckpointID, needs func(i int, key string) bool, ancestors ...core.CheckpointID) {
 		t.Helper()

@@ -127,8 +127,8 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 			return err
 		})
 	}
-	// grown returns a checkpoint that is sealed, is fetched by a runner and deleted, and what the runner is capturing on it.
-	grown := func(runner core.RunnerID) (x, y controller.Checkpoint) {
+	// captureOn returns a checkpoint that is sealed, is fetched by a runner and deleted, and what the runner is capturing on it.
+	captureOn := func(runner core.RunnerID) (x, y controller.Checkpoint) {
 		t.Helper()
 		x = d.node(w, from.ID)
 		d.sealed(x.ID)
@@ -158,7 +158,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 		}
 	}
 	sealed, deleted, removed := d.joined(), d.joined(), d.joined()
-	x, y := grown(sealed)
+	x, y := captureOn(sealed)
 	lose(sealed)
 	kept("lost while it captures", x, true)
 	capture(y)
@@ -173,7 +173,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 	d.fetches(sealed) // it has all of it
 	kept("whole", x, false)
 
-	x, y = grown(deleted)
+	x, y = captureOn(deleted)
 	capture(y)
 	lose(deleted)
 	kept("captured", x, true)
@@ -181,9 +181,9 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 		t.Fatal(err)
 	}
 	lose(deleted)
-	kept("what grew was deleted", x, false)
+	kept("the descendant was deleted", x, false)
 
-	x, y = grown(removed)
+	x, y = captureOn(removed)
 	capture(y)
 	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, _, err := tx.RemoveRunner(ctx, removed)

@@ -88,7 +88,7 @@ func (t *tx) admitDeleted(ctx context.Context, project core.ProjectID) error {
 			"repeat the import when the store has removed them", row.Bytes, row.Limit)
 }
 
-// EndImport leaves debris anew where there is no checkpoint: what was left before may have been removed while more was written.
+// EndImport leaves debris again where there is no checkpoint: what was left before may have been removed while more was written.
 func (t *tx) EndImport(ctx context.Context, project core.ProjectID, id core.CheckpointID) (bool, error) {
 	if _, err := t.Exec(ctx, `DELETE FROM imports WHERE checkpoint_id = @id`, pgtx.Args{"id": id}); err != nil {
 		return false, err

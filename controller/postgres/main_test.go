@@ -125,7 +125,7 @@ func (d *db) exec(sql string, args ...any) {
 }
 
 // counted says how many rows the database reads for what is done. A server process adds what it has counted at its end, so the store
-// is opened anew before and after.
+// is opened again before and after.
 func (d *db) counted(do func()) int64 {
 	d.t.Helper()
 	conn := d.conn()

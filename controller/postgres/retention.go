@@ -189,10 +189,10 @@ func (t *tx) RenewRetention(ctx context.Context, r controller.RetentionRound, le
 // EndRetention counts the rest from now. If a round failed, the next one begins as soon as the rest is over.
 func (t *tx) EndRetention(ctx context.Context, r controller.RetentionRound, end controller.RetentionEnd) error {
 	_, err := t.Exec(ctx, `
-		UPDATE retention_rounds SET claimed_until = '-infinity', next_at = now() + make_interval(secs => @rest),
+		UPDATE retention_rounds SET claimed_until = '-infinity', next_at = now() + make_interval(secs => @pause),
 			due_at = CASE WHEN @failed THEN now() ELSE @due END, audit_id = CASE WHEN @failed THEN NULL ELSE audit_id END
 		WHERE project_id = @project AND checkpoint_id = @id AND turn = @turn`,
-		pgtx.Args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "rest": end.Rest.Seconds(), "failed": end.Failed, "due": end.Due})
+		pgtx.Args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "pause": end.Pause.Seconds(), "failed": end.Failed, "due": end.Due})
 	return err
 }
 

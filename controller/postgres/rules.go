@@ -69,7 +69,7 @@ func (t *tx) SetRules(ctx context.Context, list []grants.WorkspaceRules) error {
 	return err
 }
 
-// given are what runners were told, as arrays.
+// given are the rules that runners were given, as arrays.
 type given struct {
 	versions []int64
 	keys     [][]byte

@@ -73,7 +73,7 @@ func (t *tx) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.B
 	if err != nil {
 		return runnerapi.SealBegun{}, err
 	}
-	// Nothing of a project that encrypts is built on what it has in clear, nor the other way round; templates are nobody's.
+	// In a project that encrypts, no checkpoint builds on an unencrypted one, nor the other way round. Templates belong to no project.
 	// Until this transaction ends the reference cannot be deleted, and from then on the attempt needs what it needs.
 	references, err := pgtx.Many[referenceRow](ctx, t, `
 		SELECT c.id, c.manifest_key, c.manifest_digest, c.manifest_bytes FROM unnest(@ids::text[]) WITH ORDINALITY AS a (id, n) JOIN checkpoints c ON c.id = a.id
@@ -241,7 +241,7 @@ func (t *tx) LeaveDebris(ctx context.Context, runner core.RunnerID, id core.Chec
 	return err
 }
 
-// AbandonSeals ends the attempts that nobody can go on with. A runner that was registered anew begins others.
+// AbandonSeals ends the attempts that nobody can go on with. A runner that has registered again begins new ones.
 func (t *tx) AbandonSeals(ctx context.Context) ([]core.CheckpointID, error) {
 	ids, err := pgtx.Many[core.CheckpointID](ctx, t, `
 		SELECT c.id FROM seals s JOIN runners r ON r.id = s.runner_id JOIN checkpoints c ON c.id = s.checkpoint_id
@@ -251,7 +251,7 @@ func (t *tx) AbandonSeals(ctx context.Context) ([]core.CheckpointID, error) {
 	}
 	ended, err := pgtx.Many[core.CheckpointID](ctx, t, `
 		UPDATE seals s SET state = @failed, ended_at = now(), problem_category = @category, problem_code = @code,
-			problem_message = 'its runner was lost or started anew before the upload had ended'
+			problem_message = 'its runner was lost or started again before the upload had ended'
 		FROM runners r WHERE s.checkpoint_id = ANY(@ids::text[]) AND r.id = s.runner_id AND s.state = @uploading AND r.lease_epoch <> s.lease_epoch
 		RETURNING s.checkpoint_id AS id`,
 		pgtx.Args{"ids": pgtx.Texts(ids), "failed": controller.SealFailed, "uploading": controller.SealUploading, "category": core.Unavailable, "code": core.CodeRunnerLost})

@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// maxSources bounds the ancestors that a runner is told of: what it has of one that is further away than this is of little use.
+// maxSources bounds the ancestors in a request to a runner: a runner gains little from ancestors that are further up.
 const maxSources = 64
 
 // Sources walks up as Lineage does.

@@ -291,7 +291,7 @@ func (d *db) walkAll() {
 			return string(last), err
 		})
 	}
-	// Each step goes on where the last one ended: about 12 rows are read for each row that there is. Steps that begin anew read far more.
+	// Each step goes on where the last one ended: about 12 rows are read for each row that there is. Steps that begin again read far more.
 	if got := d.counted(walkAll); got > 18*manyRows {
 		t.Errorf("%d rows are read to sweep three tables of %d", got, manyRows)
 	} else {

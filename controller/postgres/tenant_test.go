@@ -255,7 +255,7 @@ func TestForeignIsAbsent(t *testing.T) {
 		if err != nil || len(lineage) != 0 {
 			t.Errorf("lineage: %v, %v", lineage, err)
 		}
-		// The template is everybody's, what others grew from it is not.
+		// The template is everybody's, what others forked from it is not.
 		nodes, err := tx.Tree(ctx, template.ID, controller.TreePage{Page: page(10), MaxDepth: -1})
 		if err != nil || len(nodes) != 1 || nodes[0].Checkpoint.ChildrenCount != 0 {
 			t.Errorf("tree of the template: %+v, %v", nodes, err)

@@ -58,7 +58,7 @@ func (t *tx) Overdue(ctx context.Context, id core.WorkspaceID) (bool, error) {
 	return n > 0, err
 }
 
-// RenewTTL starts the time of a workspace anew, if it ends in a suspension.
+// RenewTTL starts the time of a workspace again, if it ends in a suspension.
 func (t *tx) RenewTTL(ctx context.Context, id core.WorkspaceID) error {
 	_, err := t.Exec(ctx, `UPDATE workspaces SET expires_at = now() + coalesce(make_interval(secs => ttl_seconds), expires_at - created_at),
 			suspend_next_at = NULL, suspend_tries = 0

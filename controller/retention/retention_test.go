@@ -25,7 +25,7 @@ func node(id, parent string, score float64, age int, bytes int64, held string) r
 	return n
 }
 
-// A small search: r is the template, 1 and 2 grew from it, 11 and 12 from 1, 21 from 2; p is pinned below 12.
+// A small search: r is the template, 1 and 2 descend from it, 11 and 12 from 1, 21 from 2; p is pinned below 12.
 func search() []retention.Node {
 	return []retention.Node{
 		node("r", "", -1, 100, 50, "template"), node("1", "r", 0.2, 90, 10, ""), node("2", "r", 0.5, 80, 10, ""),

@@ -17,7 +17,7 @@ type Round struct {
 // End is what is recorded at the end of a round.
 type End struct {
 	Failed bool          // the plan or its deletions failed
-	Rest   time.Duration // the next round begins not before this time has passed
+	Pause  time.Duration // the next round begins not before this time has passed
 	Due    time.Time     // the next round begins at this time at the latest
 }
 
@@ -75,7 +75,7 @@ func (r *Rounds) one(ctx context.Context, due Stored) error {
 		return r.store.InProject(ctx, due.ProjectID, func(tx Tx) error { return tx.DeleteRetention(ctx, due.Checkpoint) })
 	}
 	planned := time.Now()
-	end := End{Failed: err != nil, Rest: max(retentionEvery/2, retentionRest*planned.Sub(began)), Due: began.Add(retentionIdle)}
+	end := End{Failed: err != nil, Pause: max(retentionEvery/2, retentionPause*planned.Sub(began)), Due: began.Add(retentionIdle)}
 	if err == nil {
 		if !plan.NextAge.IsZero() && plan.NextAge.Before(end.Due) {
 			end.Due = plan.NextAge

@@ -14,7 +14,7 @@ const (
 	retentionEvery = time.Minute
 	retentionBatch = 100             // due policies that one query returns
 	retentionLease = 2 * time.Minute // how long a controller holds a policy before it must renew its claim
-	retentionRest  = 20              // a policy waits this many times the duration of its plan, so large trees take a twentieth of a processor
+	retentionPause = 20              // a policy waits this many times the duration of its plan, so large trees take a twentieth of a processor
 	retentionIdle  = time.Hour       // after this time a tree is read even without a change
 	planUse        = 5 * time.Minute // how long deletions follow one plan
 	retentionTurns = 10              // full batches in one turn of the loop

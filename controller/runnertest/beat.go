@@ -55,7 +55,7 @@ func (r *Runner) Register(ctx context.Context, base, secret string) error {
 	return nil
 }
 
-// Beat sends one heartbeat and does what it is told.
+// Beat sends one heartbeat and obeys the answer.
 func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heartbeated, error) {
 	r.mu.Lock()
 	if r.lease == nil {

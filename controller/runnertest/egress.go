@@ -32,7 +32,7 @@ func (r *Runner) RefuseRules(id core.SandboxID, refuse func(runnerapi.EgressRule
 	r.refuse[id] = refuse
 }
 
-// setRules replaces the rules of a sandbox, unless they are newer. Those of the same version may be sealed anew.
+// setRules replaces the rules of a sandbox, unless they are newer. Those of the same version may be encrypted again.
 func (r *Runner) setRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
 	if err := r.pass(ctx, PointRules, string(id)); err != nil {
 		return err
@@ -70,10 +70,10 @@ func (r *Runner) Bundle(id core.SandboxID) (grant.Bundle, error) {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.keys.Open(rules.Grants, id, rules.Version)
+	return r.keys.Decrypt(rules.Grants, id, rules.Version)
 }
 
-// CA is what a sandbox's guest was told to trust.
+// CA is the authority that the guest of a sandbox trusts.
 func (r *Runner) CA(id core.SandboxID) string {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -93,9 +93,9 @@ func (g *guest) serveFile(w http.ResponseWriter, q *http.Request) {
 		g.files[p] = written(g.files[p], body, query.Get("in_place") == "1", query.Get("append") == "1", query.Get("offset"))
 		if !ok {
 			g.about[p] = about{owner: query.Get("user")}
-			g.tell("create", p)
+			g.notify("create", p)
 		}
-		g.tell("write", p)
+		g.notify("write", p)
 		info, _ = g.look(p)
 		reply(w, info, nil)
 	case !ok:
@@ -104,7 +104,7 @@ func (g *guest) serveFile(w http.ResponseWriter, q *http.Request) {
 		for _, below := range append(g.below(p), p) {
 			delete(g.files, below)
 			delete(g.about, below)
-			g.tell("remove", below)
+			g.notify("remove", below)
 		}
 		reply(w, nil, nil)
 	case query.Get("tar") != "":
@@ -176,7 +176,7 @@ func (g *guest) makeDir(w http.ResponseWriter, q *http.Request) {
 	}
 	for dir := p; !exists && dir != "/"; dir = path.Dir(dir) {
 		g.about[dir] = about{dir: true, owner: in.User}
-		g.tell("create", dir)
+		g.notify("create", dir)
 	}
 	out := controller.MadeDirectory{Created: !exists}
 	out.File, _ = g.look(p)
@@ -208,8 +208,8 @@ func (g *guest) rename(w http.ResponseWriter, q *http.Request) {
 		delete(g.files, p)
 		delete(g.about, p)
 	}
-	g.tell("rename", from)
-	g.tell("create", to)
+	g.notify("rename", from)
+	g.notify("create", to)
 	info, _ := g.look(to)
 	reply(w, info, nil)
 }

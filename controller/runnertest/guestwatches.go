@@ -29,8 +29,8 @@ func cloneWatches(list []*watch) []*watch {
 	return out
 }
 
-// tell adds an event to the watches that see a path. The caller holds mu.
-func (g *guest) tell(kind, path string) {
+// notify adds an event to the watches that see a path. The caller holds mu.
+func (g *guest) notify(kind, path string) {
 	for _, w := range g.watches {
 		name, ok := strings.CutPrefix(path, strings.TrimSuffix(w.view.Path, "/")+"/")
 		if !ok || strings.Contains(name, "/") && !w.view.Recursive {

@@ -86,7 +86,7 @@ type Runner struct {
 	interims    int
 	diskFreeMB  int64
 	old         bool              // see SetOld
-	ended       []runnerapi.Usage // of sandboxes that were removed, until a heartbeat by differences has told it
+	ended       []runnerapi.Usage // of sandboxes that were removed, until a heartbeat by differences has reported it
 }
 
 type sandbox struct {

@@ -112,7 +112,7 @@ func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
 		key := envelope.NewKey(*u.Begun.Key, u.Begun.KeyVersion)
 		name := u.Begun.Prefix + key.Name("manifest")
 		sealedWith.Store(name, key)
-		b = key.Seal(nil, b, []byte(name))
+		b = key.Encrypt(nil, b, []byte(name))
 	}
 	if err := u.put(ctx, "manifest", b); err != nil {
 		return err
@@ -205,7 +205,7 @@ func readManifest(ctx context.Context, store blob.Blobs, at runnerapi.Stored) (m
 		return m, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the manifest of checkpoint %s is another", at.CheckpointID)
 	}
 	if key, ok := sealedWith.Load(at.Manifest); ok {
-		if b, err = key.(*envelope.Key).Open(nil, b, []byte(at.Manifest)); err != nil { //nolint:forcetypeassert // it holds nothing else
+		if b, err = key.(*envelope.Key).Decrypt(nil, b, []byte(at.Manifest)); err != nil { //nolint:forcetypeassert // it holds nothing else
 			return m, err
 		}
 	}

@@ -260,7 +260,7 @@ func checkCommit(at Attempt, in runnerapi.CommitSeal) error {
 	return nil
 }
 
-// checkEncrypted refuses objects in clear that must be encrypted: the project encrypts since the attempt began, or the runner is too old to
+// checkEncrypted refuses unencrypted objects that must be encrypted: the project encrypts since the attempt began, or the runner is too old to
 // encrypt.
 func checkEncrypted(ctx context.Context, tx Tx, at Attempt, in runnerapi.CommitSeal) error {
 	if at.Project == core.SystemProject {
@@ -272,7 +272,7 @@ func checkEncrypted(ctx context.Context, tx Tx, at Attempt, in runnerapi.CommitS
 	}
 	for _, o := range in.Written {
 		if !envelope.Encrypted(o.Key) {
-			return core.Errorf(core.Invalid, core.CodeInvalidField, "seal of checkpoint %s: object %s is in clear, but project %s encrypts; the next attempt encrypts, unless the runner is of an older version", at.Checkpoint, o.Key, p.ID)
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "seal of checkpoint %s: object %s is unencrypted, but project %s encrypts; the next attempt encrypts, unless the runner is of an older version", at.Checkpoint, o.Key, p.ID)
 		}
 	}
 	return nil

@@ -9,7 +9,7 @@ func (v *Vault) SetNow(now func() time.Time) { v.now = now }
 const (
 	FreshTime = freshTime
 	StaleTime = staleTime
-	RestTime  = restTime
+	PauseTime = pauseTime
 	AskTime   = askTime
 	MaxKeptOf = maxKeptOf
 )

@@ -119,7 +119,7 @@ func (v *Vault) login(ctx context.Context) (*api.Secret, error) {
 	return s, nil
 }
 
-// method reads the credentials anew at each login.
+// method reads the credentials again at each login.
 func (v *Vault) method() (method api.AuthMethod, err error) {
 	mount := strings.Trim(v.cfg.AuthMount, "/")
 	if v.cfg.RoleIDFile != "" {

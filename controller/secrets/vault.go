@@ -28,7 +28,7 @@ const (
 	freshTime = time.Minute      // a secret that was read is believed
 	staleTime = 15 * time.Minute // it is used while Vault cannot be asked; a denial of Vault ends that at once
 	mountTime = 10 * time.Minute // what is mounted is believed
-	restTime  = 2 * time.Second  // Vault is not asked again after it was away
+	pauseTime = 2 * time.Second  // Vault is not asked again after it was unreachable
 	loginTime = 10 * time.Second // a token that is younger is not replaced when Vault refuses something
 	maxAnswer = 1 << 20
 	maxKept   = 4096 // secrets of all projects, of at most 16 KiB each
@@ -65,12 +65,12 @@ type Vault struct {
 	logins singleflight.Group
 
 	// mu guards the fields below.
-	mu     sync.Mutex
-	kept   map[string]keptSecret // by the reference, which begins with the project's prefix
-	mounts map[string]mount      // by path, with a slash at its end
-	me     *session              // who the controller is, after a login
-	rest   time.Time             // until then Vault is not asked, because of
-	away   error
+	mu          sync.Mutex
+	kept        map[string]keptSecret // by the reference, which begins with the project's prefix
+	mounts      map[string]mount      // by path, with a slash at its end
+	me          *session              // who the controller is, after a login
+	pausedUntil time.Time             // until then Vault is not asked, because of the error below
+	unreachable error
 }
 
 var _ Source = (*Vault)(nil)
@@ -201,7 +201,7 @@ func (v *Vault) Read(ctx context.Context, project core.ProjectID, ref string) (g
 	if k, ok := v.recall(r, freshTime); ok {
 		return k, nil
 	}
-	// Whoever asks for the same meanwhile gets the same answer, also when the first has gone away.
+	// Callers that ask for the same meanwhile get the same answer, also when the first one has given up.
 	answer := v.asks.DoChan(r.text, func() (any, error) {
 		ask, cancel := context.WithTimeout(context.WithoutCancel(ctx), askTime)
 		defer cancel()
@@ -217,7 +217,7 @@ func (v *Vault) Read(ctx context.Context, project core.ProjectID, ref string) (g
 }
 
 func (v *Vault) readNow(ctx context.Context, r reference) (grant.Secret, error) {
-	if err := v.resting(); err != nil {
+	if err := v.paused(); err != nil {
 		return v.orStale(ctx, r, err)
 	}
 	text, err := v.ask(ctx, r)
@@ -226,7 +226,7 @@ func (v *Vault) readNow(ctx context.Context, r reference) (grant.Secret, error) 
 		return grant.Secret{}, core.Errorf(core.FailedPrecondition, core.CodeSecretNotFound, "Vault has nothing at %s: the path, its latest version or a field of that name with text in it; write it there", r.text)
 	}
 	if err != nil {
-		v.noteAway(err)
+		v.noteUnreachable(err)
 		return v.orStale(ctx, r, err)
 	}
 	s, err := secret(r.text, text)
@@ -261,7 +261,7 @@ func (v *Vault) recall(r reference, within time.Duration) (grant.Secret, bool) {
 func (v *Vault) keep(r reference, s grant.Secret) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.rest, v.away = time.Time{}, nil
+	v.pausedUntil, v.unreachable = time.Time{}, nil
 	if _, there := v.kept[r.text]; !there {
 		own := 0
 		maps.DeleteFunc(v.kept, func(_ string, k keptSecret) bool { return v.now().Sub(k.at) >= staleTime })
@@ -296,18 +296,18 @@ func (v *Vault) forget(r reference) {
 	delete(v.kept, r.text)
 }
 
-// resting is why Vault is not asked just now: a fork with many grants must not wait for each of them.
-func (v *Vault) resting() error {
+// paused is why Vault is not asked just now: a fork with many grants must not wait for each of them.
+func (v *Vault) paused() error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.now().Before(v.rest) {
-		return v.away
+	if v.now().Before(v.pausedUntil) {
+		return v.unreachable
 	}
 	return nil
 }
 
-// noteAway lets Vault rest when it is away for everybody. What it says of one path is nothing to the others.
-func (v *Vault) noteAway(err error) {
+// noteUnreachable pauses requests to Vault when it is unreachable for everybody. An answer about one path says nothing about the others.
+func (v *Vault) noteUnreachable(err error) {
 	var a *answerError
 	var f faultError
 	if errors.As(err, &a) && !a.login && a.status != http.StatusServiceUnavailable && a.status != http.StatusTooManyRequests || !errors.As(err, &a) && !errors.As(err, &f) {
@@ -315,7 +315,7 @@ func (v *Vault) noteAway(err error) {
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.rest, v.away = v.now().Add(restTime), err
+	v.pausedUntil, v.unreachable = v.now().Add(pauseTime), err
 }
 
 // bounded is a transport whose answers have an end.

@@ -180,7 +180,7 @@ func TestConfig(t *testing.T) {
 	f := newFake(t)
 	for name, change := range map[string]func(*secrets.VaultConfig){
 		"no address":           func(c *secrets.VaultConfig) { c.Address = "" },
-		"in clear":             func(c *secrets.VaultConfig) { c.Address = "http://vault.example:8200" },
+		"without TLS":          func(c *secrets.VaultConfig) { c.Address = "http://vault.example:8200" },
 		"a user":               func(c *secrets.VaultConfig) { c.Address = "https://a:b@vault.example" },
 		"a path":               func(c *secrets.VaultConfig) { c.Address = "https://vault.example/v1" },
 		"no project":           func(c *secrets.VaultConfig) { c.Prefix = "secret/coppice" },
@@ -256,7 +256,7 @@ func TestAway(t *testing.T) {
 			wantSecret(t, "before", v, own("a", "key"), value)
 			f.fail(fault)
 			c.forward(secrets.FreshTime)
-			wantSecret(t, "while it is away", v, own("a", "key"), value)
+			wantSecret(t, "while it is unreachable", v, own("a", "key"), value)
 			got, err := v.Read(t.Context(), project, own("b", "key"))
 			wantCode(t, "one that was not read before", got, err, core.CodeSecretUnavailable)
 			c.forward(secrets.StaleTime - secrets.FreshTime - time.Minute)
@@ -265,7 +265,7 @@ func TestAway(t *testing.T) {
 			got, err = v.Read(t.Context(), project, own("a", "key"))
 			wantCode(t, "after it", got, err, core.CodeSecretUnavailable)
 			f.fail(nil)
-			c.forward(secrets.RestTime)
+			c.forward(secrets.PauseTime)
 			wantSecret(t, "when it is back", v, own("a", "key"), value)
 		})
 	}
@@ -307,7 +307,7 @@ func TestDenied(t *testing.T) {
 				t.Errorf("a secret that was denied is used: %v", err)
 			}
 			f.fail(func(w http.ResponseWriter, _ *http.Request) { refuse(w, http.StatusServiceUnavailable) })
-			c.forward(secrets.RestTime)
+			c.forward(secrets.PauseTime)
 			got, err := v.Read(t.Context(), project, own("a", "key"))
 			wantCode(t, "sealed after the denial", got, err, core.CodeSecretUnavailable)
 		})
@@ -414,7 +414,7 @@ func TestRemounted(t *testing.T) {
 	wantSecret(t, "version 2", v, own("a", "key"), value)
 }
 
-// TestTokenFile: the file is read anew, and one that is not there makes nobody else somebody.
+// TestTokenFile: the file is read again, and a file that is missing gives nobody another identity.
 func TestTokenFile(t *testing.T) {
 	t.Parallel()
 	f := newFake(t)
@@ -428,7 +428,7 @@ func TestTokenFile(t *testing.T) {
 	f.file("token", "hvs.second\n")
 	wantSecret(t, "the second token", v, own("b", "key"), value)
 	f.file("token", "\n")
-	c.forward(secrets.FreshTime + secrets.RestTime)
+	c.forward(secrets.FreshTime + secrets.PauseTime)
 	got, err = v.Read(t.Context(), project, own("c", "key"))
 	wantCode(t, "an empty file", got, err, core.CodeSecretUnavailable)
 }
@@ -488,7 +488,7 @@ func TestCredentialsAreBounded(t *testing.T) {
 	}
 }
 
-// TestLogin: a token is renewed while it can be, and made anew when it has ended or was revoked, once for all who ask.
+// TestLogin: a token is renewed while it can be, and made again when it has ended or was revoked, once for all who ask.
 func TestLogin(t *testing.T) {
 	t.Parallel()
 	f := newFake(t)

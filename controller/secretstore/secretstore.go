@@ -14,7 +14,7 @@ type Secret struct {
 	ProjectID core.ProjectID
 	Master    string // the master key that has wrapped Key
 	Key       []byte
-	Box       []byte
+	Encrypted []byte
 }
 
 // name is part of the encryption of a value, so that a row cannot replace another one.
@@ -75,12 +75,12 @@ func (k *Keeper) Encrypt(ctx context.Context, project core.ProjectID, value []by
 		return nil, ErrNoMasterKey
 	}
 	key := core.NewDataKey()
-	aead, err := masterkey.New(key[:])
+	dataKey, err := masterkey.New(key[:])
 	if err != nil {
 		return nil, err
 	}
 	s := &Secret{ID: string(core.NewID[core.SecretID]()), ProjectID: project, Master: k.wrapper.Current()}
-	s.Box = aead.Seal(s.name(), value)
+	s.Encrypted = dataKey.Encrypt(s.name(), value)
 	s.Key, err = k.wrapper.Wrap(ctx, s.name(), key)
 	return s, err
 }
@@ -94,11 +94,11 @@ func (k *Keeper) decrypt(ctx context.Context, s Secret) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	aead, err := masterkey.New(key[:])
+	dataKey, err := masterkey.New(key[:])
 	if err != nil {
 		return nil, err
 	}
-	value, err := aead.Open(s.name(), s.Box)
+	value, err := dataKey.Decrypt(s.name(), s.Encrypted)
 	if err != nil {
 		return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "%s was changed in the database", s.name())
 	}

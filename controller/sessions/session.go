@@ -92,7 +92,7 @@ func (k *Keeper) startSession(ctx context.Context, project core.ProjectID, id co
 // Where a controller may be killed in the life of a session.
 var (
 	beforeLaunch = failpoint.New("controller.before_launch") // the row is there, the program does not run
-	afterLaunch  = failpoint.New("controller.after_launch")  // it runs, nobody has been told
+	afterLaunch  = failpoint.New("controller.after_launch")  // it runs, nobody knows it yet
 )
 
 // launch starts the program of a session that has a row. The agent starts only one program per id, however often it is asked.

@@ -10,10 +10,10 @@ import (
 	"time"
 )
 
-// The budgets of what one controller sweeps for all. The queue library cancels a chore after 30 seconds.
+// The budgets of what one controller sweeps for all. The queue library cancels a periodic job after 30 seconds.
 const (
 	walkTime  = 15 * time.Second // a walk stops after this time, and continues from there the next time
-	partsTime = 24 * time.Second // of all parts of a chore; each has its share
+	partsTime = 24 * time.Second // of all parts of a periodic job; each has its share
 )
 
 // Marks are the places where walks continue. The zero value is ready. It is safe for concurrent use.
@@ -53,13 +53,13 @@ func (m *Marks) Walk(ctx context.Context, name string, step func(ctx context.Con
 	}
 }
 
-// Part is one part of a chore.
+// Part is one part of a periodic job.
 type Part struct {
 	Name string
 	Do   func(ctx context.Context) error
 }
 
-// Parts runs the parts of a chore, each for a bounded time. One that fails does not stop the others; failed hears its name.
+// Parts runs the parts of a periodic job, each for a bounded time. One that fails does not stop the others; failed hears its name.
 func Parts(ctx context.Context, failed func(name string), list ...Part) error {
 	var errs []error
 	for _, p := range list {

@@ -45,7 +45,7 @@ func (m *Manager) WorkspaceUsage(ctx context.Context, project core.ProjectID, id
 	})
 }
 
-// CheckpointUsage sums what was used by everything that grew from a checkpoint.
+// CheckpointUsage sums what all descendants of a checkpoint have used.
 func (m *Manager) CheckpointUsage(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Usage, error) {
 	return query(ctx, m, model.InProject(project), func(tx Tx) (Usage, error) {
 		if _, err := tx.Checkpoint(ctx, id); err != nil {

@@ -95,7 +95,7 @@ func (t *Transfers) repeatImport(ctx context.Context, project core.ProjectID, us
 }
 
 // giveUp ends an import that failed, and frees the key of its request, so that a repeat of the
-// request begins anew. It removes at once what the import has stored: nothing reads these objects,
+// request begins again. It removes at once what the import has stored: nothing reads these objects,
 // and no quota counts them, so a tenant could pile them up with files that fail at their last byte.
 func (im *importing) giveUp(ctx context.Context, failure error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)

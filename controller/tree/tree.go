@@ -1,5 +1,5 @@
-// Package tree reads the tree of checkpoints: one checkpoint and lists of them, its ancestors, what
-// grew from it, and what differs between two of them. It changes what a user may change of one.
+// Package tree reads the tree of checkpoints: one checkpoint and lists of them, its ancestors, its
+// descendants, and what differs between two of them. It changes what a user may change of one.
 package tree
 
 import (

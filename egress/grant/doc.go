@@ -4,6 +4,6 @@
 // secret in one header of requests, only to the hosts, with the methods and below the paths of the grant ([Set.Use]). A
 // placeholder anywhere else ([Scanner]) ends the request. Placeholders belong to one sandbox and one epoch: a
 // placeholder that a fork finds in its memory is its parent's and does not work.
-// Secrets reach the proxy encrypted for a key that the proxy itself has made ([Seal], [Keys]), so
+// Secrets reach the proxy encrypted for a key that the proxy itself has made ([Encrypt], [Keys]), so
 // the parts that carry them cannot read them.
 package grant

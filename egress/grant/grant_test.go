@@ -204,8 +204,8 @@ func TestScanner(t *testing.T) {
 	}
 }
 
-// TestSealed: only the process and sandbox for which a bundle is encrypted can open it, and it arrives whole.
-func TestSealed(t *testing.T) {
+// TestEncrypted: only the process and sandbox for which a bundle is encrypted can open it, and it arrives whole.
+func TestEncrypted(t *testing.T) {
 	t.Parallel()
 	keys, err := grant.NewKeys()
 	if err != nil {
@@ -219,32 +219,32 @@ func TestSealed(t *testing.T) {
 		g.Methods, g.Paths, g.Expires, g.MaxBytes, g.PerMinute = []string{"GET"}, []string{"/v1"}, time.Now().UTC().Round(0), 10, 20
 	})
 	b := grant.Bundle{Grants: []grant.Grant{g}, Issuer: &ca.Authority{Certificate: []byte("c"), Key: []byte("k")}}
-	sealed, err := grant.Seal(keys.Public(), "sbx_1", 3, b)
+	encrypted, err := grant.Encrypt(keys.Public(), "sbx_1", 3, b)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for name, form := range written(canary) {
-		if strings.Contains(string(sealed), form) {
-			t.Errorf("the sealed bundle has the secret in it (%s)", name)
+		if strings.Contains(string(encrypted), form) {
+			t.Errorf("the encrypted bundle has the secret in it (%s)", name)
 		}
 	}
-	got, err := keys.Open(sealed, "sbx_1", 3)
+	got, err := keys.Decrypt(encrypted, "sbx_1", 3)
 	if err != nil || !grant.NewSet(got.Grants...).Keeps(&g) || got.Grants[0].MaxBytes != 10 || got.Grants[0].PerMinute != 20 || string(got.Issuer.Key) != "k" {
 		t.Errorf("%+v, %v", got, err)
 	}
 	for name, open := range map[string]func() (grant.Bundle, error){
-		"another's keys":  func() (grant.Bundle, error) { return other.Open(sealed, "sbx_1", 3) },
-		"another sandbox": func() (grant.Bundle, error) { return keys.Open(sealed, "sbx_2", 3) },
-		"another version": func() (grant.Bundle, error) { return keys.Open(sealed, "sbx_1", 2) },
+		"another's keys":  func() (grant.Bundle, error) { return other.Decrypt(encrypted, "sbx_1", 3) },
+		"another sandbox": func() (grant.Bundle, error) { return keys.Decrypt(encrypted, "sbx_2", 3) },
+		"another version": func() (grant.Bundle, error) { return keys.Decrypt(encrypted, "sbx_1", 2) },
 		"changed": func() (grant.Bundle, error) {
-			return keys.Open(append(slices.Clone(sealed[:40]), make([]byte, len(sealed)-40)...), "sbx_1", 3)
+			return keys.Decrypt(append(slices.Clone(encrypted[:40]), make([]byte, len(encrypted)-40)...), "sbx_1", 3)
 		},
 	} {
 		if _, err := open(); core.CategoryOf(err) != core.FailedPrecondition || strings.Contains(err.Error(), canary) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := grant.Seal([]byte("short"), "sbx_1", 3, b); core.CategoryOf(err) != core.Invalid {
+	if _, err := grant.Encrypt([]byte("short"), "sbx_1", 3, b); core.CategoryOf(err) != core.Invalid {
 		t.Errorf("a key that is none: %v", err)
 	}
 }

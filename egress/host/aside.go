@@ -103,8 +103,8 @@ func (a *aside) segment(name string, cause error) error {
 	return nil
 }
 
-// tell logs how many damaged records were found.
-func (a *aside) tell() {
+// logFound logs how many damaged records were found.
+func (a *aside) logFound() {
 	for why, n := range a.found {
 		a.log.Error("damaged records in the spool of flows", "why", why, "count", n, "kept_as", asideName+"*")
 	}

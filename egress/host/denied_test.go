@@ -54,8 +54,8 @@ func TestDeniedFlowsAreCounted(t *testing.T) {
 		t.Fatal(err)
 	}
 	for what, list := range map[string][]core.Flow{
-		"killed": told(t, spoolIn(t, copied, 64<<20)),
-		"ended":  func() []core.Flow { d.end(""); return told(t, s) }(),
+		"killed": reported(t, spoolIn(t, copied, 64<<20)),
+		"ended":  func() []core.Flow { d.end(""); return reported(t, s) }(),
 	} {
 		all, by := sum(list)
 		if all != int64(n) || by["a.example"] != 5000 || by["b.example"] != 5000 {
@@ -87,8 +87,8 @@ func TestTalliesEnd(t *testing.T) {
 		}
 	}
 	d.tidy(time.Now())
-	if all, _ := sum(told(t, s)); all != deniedSingly {
-		t.Errorf("%d flows are told before their time", all)
+	if all, _ := sum(reported(t, s)); all != deniedSingly {
+		t.Errorf("%d flows are reported before their time", all)
 	}
 	d.tidy(time.Now().Add(2 * time.Hour))
 	for i := range 3 {
@@ -96,8 +96,8 @@ func TestTalliesEnd(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if all, _ := sum(told(t, s)); all != 100-deniedSingly+3 || len(d.of) != 1 {
-		t.Errorf("%d flows are told of %d", all, 100-deniedSingly+3)
+	if all, _ := sum(reported(t, s)); all != 100-deniedSingly+3 || len(d.of) != 1 {
+		t.Errorf("%d flows are reported of %d", all, 100-deniedSingly+3)
 	}
 }
 
@@ -121,7 +121,7 @@ func TestTalliesOverSegments(t *testing.T) {
 		f.Ended = f.At
 		s.End(f)
 	}
-	told(t, s)
+	reported(t, s)
 	for i := range 50 {
 		if err := d.Begin(denial(1000+i, "a.example", "no")); err != nil {
 			t.Fatal(err)
@@ -131,9 +131,9 @@ func TestTalliesOverSegments(t *testing.T) {
 	if err := os.CopyFS(copied, os.DirFS(dir)); err != nil {
 		t.Fatal(err)
 	}
-	_, by := sum(told(t, spoolIn(t, copied, 64<<20)))
+	_, by := sum(reported(t, spoolIn(t, copied, 64<<20)))
 	if by["a.example"] != 150-deniedSingly {
-		t.Errorf("%d flows are told, want %d", by["a.example"], 150-deniedSingly)
+		t.Errorf("%d flows are reported, want %d", by["a.example"], 150-deniedSingly)
 	}
 }
 

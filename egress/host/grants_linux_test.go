@@ -74,14 +74,14 @@ func (x *granting) rules(version int64, key []byte, id core.SandboxID) runnerapi
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	sealed, err := grant.Seal(key, id, version, grant.Bundle{Issuer: &issuer, Grants: []grant.Grant{{
+	encrypted, err := grant.Encrypt(key, id, version, grant.Bundle{Issuer: &issuer, Grants: []grant.Grant{{
 		ID: "api", Mode: grant.ModeHeader, Placeholder: grant.NewPlaceholder(), Secret: grant.NewSecret("0123456789"), Header: "Authorization",
 		Targets: []grant.Target{{Host: h, Port: 443}},
 	}}})
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	return runnerapi.EgressRules{Version: version, Allow: []string{"api.example"}, Grants: sealed, Key: key, Held: []string{"api.example:443"}}
+	return runnerapi.EgressRules{Version: version, Allow: []string{"api.example"}, Grants: encrypted, Key: key, Held: []string{"api.example:443"}}
 }
 
 func (x *granting) serve(id core.SandboxID, r runnerapi.EgressRules) error {
@@ -158,7 +158,7 @@ func TestGrants(t *testing.T) {
 	if err := x.serve("sbx_1", x.rules(3, other.Public(), "sbx_1")); err != nil {
 		t.Fatal(err)
 	}
-	state("sealed for another", 3, false, true)
+	state("encrypted for another", 3, false, true)
 	again := x.rules(3, mine, "sbx_1")
 	for _, c := range []struct {
 		what         string
@@ -167,8 +167,8 @@ func TestGrants(t *testing.T) {
 		reads, lacks bool
 		fails        bool
 	}{
-		{"sealed anew", again, 3, true, false, false},
-		{"the older seal, late", x.rules(3, other.Public(), "sbx_1"), 3, true, false, false},
+		{"encrypted again", again, 3, true, false, false},
+		{"the older bundle, late", x.rules(3, other.Public(), "sbx_1"), 3, true, false, false},
 		{"older", runnerapi.EgressRules{Version: 2, Allow: []string{"api.example"}}, 3, true, false, false},
 		{"of another sandbox", x.rules(4, mine, "sbx_2"), 3, true, false, true},
 		{"of another version", runnerapi.EgressRules{Version: 4, Allow: again.Allow, Grants: again.Grants, Key: mine}, 3, true, false, true},

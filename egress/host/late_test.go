@@ -85,7 +85,7 @@ func TestDiskFull(t *testing.T) {
 	if len(s.room) != 0 || s.reserved != 0 || len(s.open) != 0 || len(s.tallies) != 0 || len(s.slots.used) != 0 {
 		t.Errorf("left: %d reservations of %d bytes, %d open flows, %d tallies, %d counters", len(s.room), s.reserved, len(s.open), len(s.tallies), len(s.slots.used))
 	}
-	list := told(t, s)
+	list := reported(t, s)
 	all, by := sum(list)
 	ended := 0
 	for _, f := range list {
@@ -94,7 +94,7 @@ func TestDiskFull(t *testing.T) {
 		}
 	}
 	if all-by["b.example"] != denied || ended != flows {
-		t.Errorf("%d of %d denied flows are told, and the ends of %d of %d flows", all-by["b.example"], denied, ended, flows)
+		t.Errorf("%d of %d denied flows are reported, and the ends of %d of %d flows", all-by["b.example"], denied, ended, flows)
 	}
 	if err := d.Begin(flow(flows)); err != nil {
 		t.Errorf("a flow with room: %v", err)

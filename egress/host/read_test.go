@@ -35,8 +35,8 @@ func spoolIn(t *testing.T, dir string, limit int64) *spool {
 	return s
 }
 
-// told returns everything that a spool reports, and fails if a batch does not fit into a message.
-func told(t *testing.T, s *spool) (list []core.Flow) {
+// reported returns everything that a spool reports, and fails if a batch does not fit into a message.
+func reported(t *testing.T, s *spool) (list []core.Flow) {
 	t.Helper()
 	for after := int64(0); after < s.last; {
 		s.mu.Lock()
@@ -107,7 +107,7 @@ func TestSpoolOfOldVersion(t *testing.T) {
 	for i := range 3 {
 		s := spoolIn(t, dir, 64<<20)
 		got := map[string]core.Flow{}
-		for _, f := range told(t, s) {
+		for _, f := range reported(t, s) {
 			got[f.ID] = f
 		}
 		for _, id := range []string{"a", "e", "f"} {
@@ -116,7 +116,7 @@ func TestSpoolOfOldVersion(t *testing.T) {
 			}
 		}
 		if r := got["b"].Reason; !strings.HasPrefix(r, "&&&") || len(r) > core.MaxFlowReason {
-			t.Errorf("time %d: the long record is told with a reason of %d bytes", i, len(r))
+			t.Errorf("time %d: the long record is reported with a reason of %d bytes", i, len(r))
 		}
 		if f := got["under-way"]; f.Outcome != core.FlowFailed || f.Ended.IsZero() {
 			t.Errorf("time %d: what was under way is %+v", i, f)
@@ -150,8 +150,8 @@ func TestBatches(t *testing.T) {
 			}
 		}
 	}
-	if list := told(t, s); len(list) != n {
-		t.Errorf("%d of %d were told", len(list), n)
+	if list := reported(t, s); len(list) != n {
+		t.Errorf("%d of %d were reported", len(list), n)
 	}
 }
 

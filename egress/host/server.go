@@ -62,8 +62,8 @@ type Server struct {
 	stop   context.CancelFunc
 	done   context.Context //nolint:containedctx // ends with the server
 
-	mu    sync.Mutex // guards boxes; held while put adds one
-	boxes map[core.SandboxID]*box
+	mu        sync.Mutex // guards sandboxes; held while put adds one
+	sandboxes map[core.SandboxID]*sandbox
 }
 
 // New returns a process that does not serve any sandbox yet.
@@ -80,7 +80,7 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 	if cfg.Resolver == nil {
 		cfg.Resolver = net.DefaultResolver
 	}
-	s := &Server{cfg: cfg, id: rand.Text(), boxes: map[core.SandboxID]*box{}}
+	s := &Server{cfg: cfg, id: rand.Text(), sandboxes: map[core.SandboxID]*sandbox{}}
 	var err error
 	if s.keys, err = grant.NewKeys(); err != nil {
 		return nil, err
@@ -123,11 +123,11 @@ func (s *Server) Run(ctx context.Context) error {
 	s.stop()
 	s.alone.end()
 	s.mu.Lock()
-	boxes := s.boxes
-	s.boxes = map[core.SandboxID]*box{}
+	sandboxes := s.sandboxes
+	s.sandboxes = map[core.SandboxID]*sandbox{}
 	s.mu.Unlock()
 	errs := []error{failed, s.proxy.Close()}
-	for _, b := range boxes {
+	for _, b := range sandboxes {
 		errs = append(errs, b.resolver.Close())
 	}
 	wg.Wait()
@@ -285,6 +285,6 @@ func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, e
 		s.cfg.Log.Warn("grants were encrypted for another egress process and are not served", "sandbox_id", id, "version", r.Version)
 		return out, nil
 	}
-	out.bundle, err = s.keys.Open(r.Grants, id, r.Version)
+	out.bundle, err = s.keys.Decrypt(r.Grants, id, r.Version)
 	return out, err
 }

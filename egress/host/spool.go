@@ -153,7 +153,7 @@ func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error
 		}
 		s.segments = append(s.segments, seg)
 	}
-	s.aside.tell()
+	s.aside.logFound()
 	if s.slots, err = openSlots(dir); err != nil {
 		return nil, err
 	}

@@ -64,19 +64,19 @@ func TestShare(t *testing.T) {
 	if _, err := begin("sbx_loud", core.FlowDenied); err == nil {
 		t.Error("a new process has forgotten what waits")
 	}
-	for told := int64(0); told < s.last; { // until everything is reported
-		batch, err := s.after(t.Context(), told)
+	for last := int64(0); last < s.last; { // until everything is reported
+		batch, err := s.after(t.Context(), last)
 		if err != nil {
 			t.Fatal(err)
 		}
-		told = batch.Last
+		last = batch.Last
 	}
 	s.mu.Lock()
 	s.at, s.given = s.next, 0
 	s.forget()
 	s.mu.Unlock()
 	if _, err := begin("sbx_loud", core.FlowDenied); err != nil {
-		t.Errorf("when all has been told: %v", err)
+		t.Errorf("when all has been reported: %v", err)
 	}
 	if err := s.close(); err != nil {
 		t.Error(err)

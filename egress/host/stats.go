@@ -62,7 +62,7 @@ func (c counted) End(f core.Flow) {
 func (s *Server) measure() *egressapi.Stats {
 	out := &egressapi.Stats{SpoolMax: s.cfg.MaxSpool}
 	s.mu.Lock()
-	out.Sandboxes = len(s.boxes)
+	out.Sandboxes = len(s.sandboxes)
 	s.mu.Unlock()
 	s.stats.mu.Lock()
 	out.Flows, out.Answers = maps.Clone(s.stats.flows), maps.Clone(s.stats.answers)

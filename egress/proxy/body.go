@@ -148,7 +148,7 @@ func (u *upgraded) Close() error {
 }
 
 // upgrade ties an upgraded connection to its flow: when either ends, the other ends too.
-func (b *box) upgrade(o *openFlow, c *conn, resp *http.Response) error {
+func (b *sandbox) upgrade(o *openFlow, c *conn, resp *http.Response) error {
 	rw, ok := resp.Body.(io.ReadWriteCloser)
 	if !ok {
 		b.end(o, errUpgrade)

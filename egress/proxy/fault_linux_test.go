@@ -105,7 +105,7 @@ func TestFaultsQuoteNothing(t *testing.T) {
 }
 
 // flowsWithout fails if the guest or the journal got one of the words.
-func (w *world) flowsWithout(t *testing.T, told string, words ...string) {
+func (w *world) flowsWithout(t *testing.T, answer string, words ...string) {
 	t.Helper()
 	w.journal.mu.Lock()
 	defer w.journal.mu.Unlock()
@@ -118,8 +118,8 @@ func (w *world) flowsWithout(t *testing.T, told string, words ...string) {
 		t.Fatal(err)
 	}
 	for _, word := range words {
-		if strings.Contains(told, word) {
-			t.Errorf("the guest was told %q: %s", word, told)
+		if strings.Contains(answer, word) {
+			t.Errorf("the guest was told %q: %s", word, answer)
 		}
 		if strings.Contains(string(encoded), word) {
 			t.Errorf("the journal has %q: %s", word, encoded)
@@ -171,7 +171,7 @@ func TestLongHeads(t *testing.T) {
 		"a base URL's grant":     "GET /.coppice/" + strings.Repeat("&", 60_000) + "/ HTTP/1.1\r\nHost: x\r\n\r\n",
 		"CONNECT":                "CONNECT " + strings.Repeat("&", 60_000) + ":443 HTTP/1.1\r\nHost: x.example\r\n\r\n",
 	} {
-		told := say(t, w.explicit.String(), head)
+		answer := say(t, w.explicit.String(), head)
 		w.journal.mu.Lock()
 		for _, f := range w.journal.begun {
 			encoded, err := json.Marshal(f)
@@ -183,8 +183,8 @@ func TestLongHeads(t *testing.T) {
 			t.Errorf("%s: nothing was recorded", what)
 		}
 		w.journal.mu.Unlock()
-		if told == "" || len(told) > 2<<10 {
-			t.Errorf("%s: the guest was told %d bytes", what, len(told))
+		if answer == "" || len(answer) > 2<<10 {
+			t.Errorf("%s: the answer has %d bytes", what, len(answer))
 		}
 		w.flows()
 	}

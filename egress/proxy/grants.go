@@ -48,13 +48,13 @@ func (g *granted) holds(t target) bool {
 }
 
 // reads reports whether the proxy terminates TLS to a host.
-func (b *box) reads(t target) bool {
+func (b *sandbox) reads(t target) bool {
 	g := b.grants.Load()
 	return g.leaves != nil && g.set.Granted(t.granted(), grant.ModeHeader)
 }
 
 // intercept terminates the guest's TLS, with a certificate for the host.
-func (b *box) intercept(c *conn, t target) {
+func (b *sandbox) intercept(c *conn, t target) {
 	b.mu.Lock()
 	c.target, c.read = &t, true
 	b.mu.Unlock()
@@ -84,7 +84,7 @@ func (b *box) intercept(c *conn, t target) {
 }
 
 // setGrants replaces the grants, and ends everything that used a grant which no longer exists.
-func (b *box) setGrants(g *granted) {
+func (b *sandbox) setGrants(g *granted) {
 	b.grants.Store(g)
 	b.mu.Lock()
 	var flows, tunnels []*openFlow
@@ -159,7 +159,7 @@ func (u *use) take(n int) error {
 	return nil
 }
 
-func (b *box) budget(g *grant.Grant) *budget {
+func (b *sandbox) budget(g *grant.Grant) *budget {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	x := b.budgets[g.ID]
@@ -183,7 +183,7 @@ type brokered struct{}
 
 // broker puts a secret into a request, if one is granted and the request has its placeholder. If the proxy cannot put a
 // secret into a request, the request must not contain a placeholder.
-func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
+func (b *sandbox) broker(c *conn, r *http.Request, to target) (*use, error) {
 	id, named := r.Context().Value(brokered{}).(string)
 	mode := grant.ModeHeader
 	switch {
@@ -242,7 +242,7 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 		refuseRequest(w, r, http.StatusBadRequest, "the request's path cannot be read")
 		return true
 	}
-	t, ok := c.box.grants.Load().set.Base(id)
+	t, ok := c.sandbox.grants.Load().set.Base(id)
 	if !ok {
 		refuseRequest(w, r, http.StatusForbidden, "there is no grant "+id+" with a base URL")
 		return true
@@ -259,7 +259,7 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 }
 
 // inspect checks the answer of a host with grants: the head now, the body while it arrives.
-func (b *box) inspect(o *openFlow, resp *http.Response) error {
+func (b *sandbox) inspect(o *openFlow, resp *http.Response) error {
 	scan := b.grants.Load().set.Scanner(target{o.host, o.Port}.granted())
 	if scan == nil { // the grants have ended meanwhile
 		return errEnded

@@ -43,8 +43,8 @@ func strangeHead(r *rand.Rand) string {
 	return strings.Join(lines, "\r\n") + "\r\n\r\n"
 }
 
-// tell sends bytes to an address, ends its side, and returns the answer.
-func tell(t *testing.T, addr, head string) string {
+// send sends bytes to an address, ends its side, and returns the answer.
+func send(t *testing.T, addr, head string) string {
 	t.Helper()
 	c, err := net.Dial("tcp", addr)
 	if err != nil {
@@ -68,8 +68,8 @@ func TestAnyHead(t *testing.T) {
 	records := 0
 	for range 400 {
 		head := strangeHead(r)
-		if told := tell(t, w.explicit.String(), head); strings.HasPrefix(told, "HTTP/1.1 4") && len(told) > 3<<10 {
-			t.Errorf("%.80q: the guest was told %d bytes", head, len(told))
+		if answer := send(t, w.explicit.String(), head); strings.HasPrefix(answer, "HTTP/1.1 4") && len(answer) > 3<<10 {
+			t.Errorf("%.80q: the guest was answer %d bytes", head, len(answer))
 		}
 		w.journal.mu.Lock()
 		list := w.journal.ended

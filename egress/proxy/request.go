@@ -25,7 +25,7 @@ import (
 )
 
 // serveExplicit serves a connection of a program that uses the explicit proxy.
-func (b *box) serveExplicit(c *conn) {
+func (b *sandbox) serveExplicit(c *conn) {
 	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
 	if err != nil && h.method == "" && len(c.ahead) == 0 {
 		_ = c.Close() // it ended before it sent anything
@@ -79,7 +79,7 @@ func sameTarget(h head) error {
 }
 
 // refuse answers a request that was not parsed.
-func (b *box) refuse(c *conn, f core.Flow, why error) {
+func (b *sandbox) refuse(c *conn, f core.Flow, why error) {
 	host, _ := policy.ParseHost(f.Host)
 	if _, err := b.decide(b.ctx, f, host, nil, deny(why.Error())); errors.Is(err, errJournal) {
 		why = err
@@ -98,7 +98,7 @@ func (b *box) refuse(c *conn, f core.Flow, why error) {
 
 // serveRequests serves a connection of a program that believes that it is connected to the origin. All its requests go
 // to one host and port.
-func (b *box) serveRequests(c *conn, asked *target, port uint16) {
+func (b *sandbox) serveRequests(c *conn, asked *target, port uint16) {
 	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
 	if err != nil {
 		b.refuse(c, core.Flow{Spoken: core.SpokenHTTP, Port: port, Method: h.method}, err)
@@ -222,7 +222,7 @@ func (d debugLog) Printf(format string, v ...any) {
 }
 
 // serveConnect turns a connection into a tunnel. goproxy would lose data that a client sends before it has the answer.
-func (b *box) serveConnect(c *conn, h head) {
+func (b *sandbox) serveConnect(c *conn, h head) {
 	host, port, err := policy.ParseHostPort(h.target)
 	if err != nil {
 		b.refuse(c, core.Flow{Spoken: core.SpokenTLS}, err)
@@ -247,13 +247,13 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 		return r, problem(r, http.StatusForbidden, "the request does not come from a sandbox")
 	}
 	f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}
-	to, why := c.whereto(r)
+	to, why := c.destination(r)
 	var u *use
 	if why == nil {
-		u, why = c.box.broker(c, r, to)
+		u, why = c.sandbox.broker(c, r, to)
 	}
 	f.Port = to.port
-	o, err := c.box.decide(r.Context(), f, to.host, u, why)
+	o, err := c.sandbox.decide(r.Context(), f, to.host, u, why)
 	if err != nil {
 		status := http.StatusForbidden
 		if d, ok := isDenial(err); ok {
@@ -274,15 +274,15 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 	}
 	out.URL.Host, out.Host = policy.JoinHostPort(to.host, to.port), r.Host
 	ctx.RoundTripper = goproxy.RoundTripperFunc(func(r *http.Request, _ *goproxy.ProxyCtx) (*http.Response, error) {
-		way := c.box.transport
+		way := c.sandbox.transport
 		if r.URL.Scheme == "https" {
-			way = c.box.secure
+			way = c.sandbox.secure
 		}
 		resp, err := way.RoundTrip(r)
 		o.Sent = body.n.Load()
-		if err == nil && way == c.box.secure {
+		if err == nil && way == c.sandbox.secure {
 			o.Status = resp.StatusCode
-			if err = c.box.inspect(o, resp); err != nil {
+			if err = c.sandbox.inspect(o, resp); err != nil {
 				o.cancel(err)
 				_ = resp.Body.Close()
 			}
@@ -291,12 +291,12 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 			if cause := context.Cause(o.ctx); cause != nil {
 				err = cause
 			}
-			c.box.end(o, err)
+			c.sandbox.end(o, err)
 			return nil, err
 		}
 		o.Status = resp.StatusCode
 		if resp.StatusCode == http.StatusSwitchingProtocols {
-			if err := c.box.upgrade(o, c, resp); err != nil {
+			if err := c.sandbox.upgrade(o, c, resp); err != nil {
 				return nil, err
 			}
 			return resp, nil
@@ -305,15 +305,15 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 		resp.Body = &endOfBody{ReadCloser: resp.Body, end: func(n int64, err error) {
 			broken.Store(err != nil)
 			o.Sent, o.Received = body.n.Load(), n
-			c.box.end(o, err)
+			c.sandbox.end(o, err)
 		}}
 		return resp, nil
 	})
 	return out, nil
 }
 
-// whereto returns the host of a request.
-func (c *conn) whereto(r *http.Request) (target, error) {
+// destination returns the host of a request.
+func (c *conn) destination(r *http.Request) (target, error) {
 	scheme, port := "http", uint16(80)
 	if _, named := r.Context().Value(brokered{}).(string); named || c.read {
 		scheme, port = "https", 443
@@ -375,7 +375,7 @@ func problem(r *http.Request, status int, detail string) *http.Response {
 func refuseRequest(w http.ResponseWriter, r *http.Request, status int, reason string) {
 	if c, _ := r.Context().Value(connKey{}).(*conn); c != nil {
 		f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}
-		if _, err := c.box.decide(r.Context(), f, policy.Host{}, nil, &denial{reason, status}); errors.Is(err, errJournal) {
+		if _, err := c.sandbox.decide(r.Context(), f, policy.Host{}, nil, &denial{reason, status}); errors.Is(err, errJournal) {
 			status, reason = http.StatusServiceUnavailable, err.Error()
 		}
 	}

@@ -68,9 +68,9 @@ type Server struct {
 	origin  server // requests from programs that do not know of the proxy
 	read    server // the same, over TLS that the proxy terminates
 
-	mu    sync.Mutex // guards boxes
-	boxes map[core.SandboxID]*box
-	done  bool
+	mu        sync.Mutex // guards sandboxes
+	sandboxes map[core.SandboxID]*sandbox
+	done      bool
 }
 
 // server is an HTTP server for connections that are passed to its queue.
@@ -100,7 +100,7 @@ func New(cfg Config) *Server {
 	}
 	var id [8]byte
 	_, _ = rand.Read(id[:]) // never fails
-	s := &Server{cfg: cfg, instance: hex.EncodeToString(id[:]), boxes: map[core.SandboxID]*box{}}
+	s := &Server{cfg: cfg, instance: hex.EncodeToString(id[:]), sandboxes: map[core.SandboxID]*sandbox{}}
 	s.handler = s.newHandler()
 	s.proxied, s.based = s.newServer(s.serveProxied), s.newServer(s.serveBased)
 	s.origin, s.read = s.newServer(s.serveOrigin("http")), s.newServer(s.serveOrigin("https"))
@@ -138,14 +138,14 @@ func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
 		return errors.Join(err, explicit.Close(), transparent.Close())
 	}
 	s.Remove(sb.ID)
-	b := newBox(s, sb, explicit, transparent)
+	b := newSandbox(s, sb, explicit, transparent)
 	b.grants.Store(g)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.done {
 		return errors.Join(core.Errorf(core.Unavailable, core.CodeInternal, "the egress proxy is stopping"), explicit.Close(), transparent.Close())
 	}
-	s.boxes[sb.ID] = b
+	s.sandboxes[sb.ID] = b
 	go b.accept(explicit, b.serveExplicit)
 	go b.accept(transparent, b.serveTransparent)
 	return nil
@@ -154,7 +154,7 @@ func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
 // SetPolicy replaces the policy of a sandbox. When it returns, every flow that the new policy does not allow has been
 // ended. It reports whether the sandbox exists.
 func (s *Server) SetPolicy(id core.SandboxID, p policy.Policy) bool {
-	b := s.box(id)
+	b := s.sandbox(id)
 	if b == nil {
 		return false
 	}
@@ -169,36 +169,36 @@ func (s *Server) SetGrants(id core.SandboxID, b grant.Bundle, held ...grant.Targ
 	if err != nil {
 		return false, err
 	}
-	box := s.box(id)
-	if box == nil {
+	x := s.sandbox(id)
+	if x == nil {
 		return false, nil
 	}
-	box.setGrants(g)
+	x.setGrants(g)
 	return true, nil
 }
 
 // Remove ends everything that a sandbox has open, and closes its listeners.
 func (s *Server) Remove(id core.SandboxID) {
 	s.mu.Lock()
-	b := s.boxes[id]
-	delete(s.boxes, id)
+	b := s.sandboxes[id]
+	delete(s.sandboxes, id)
 	s.mu.Unlock()
 	if b != nil {
 		b.close()
 	}
 }
 
-func (s *Server) box(id core.SandboxID) *box {
+func (s *Server) sandbox(id core.SandboxID) *sandbox {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.boxes[id]
+	return s.sandboxes[id]
 }
 
 // Close ends everything.
 func (s *Server) Close() error {
 	s.mu.Lock()
 	s.done = true
-	ids := slices.Collect(maps.Keys(s.boxes))
+	ids := slices.Collect(maps.Keys(s.sandboxes))
 	s.mu.Unlock()
 	for _, id := range ids {
 		s.Remove(id)

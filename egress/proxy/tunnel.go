@@ -14,7 +14,7 @@ import (
 )
 
 // serveTransparent serves a connection that the kernel has redirected.
-func (b *box) serveTransparent(c *conn) {
+func (b *sandbox) serveTransparent(c *conn) {
 	to, err := b.s.cfg.Original(c.Conn)
 	if err != nil {
 		if b.s.maySay() {
@@ -28,7 +28,7 @@ func (b *box) serveTransparent(c *conn) {
 
 // serveUnknown detects the protocol of a connection and carries it. asked is the target of CONNECT, if there was one;
 // otherwise to is the original destination of the guest's connection.
-func (b *box) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
+func (b *sandbox) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
 	_ = c.SetReadDeadline(time.Now().Add(b.s.cfg.FirstTime))
 	first, err := c.first(maxHello)
 	spoken := sniff(first)
@@ -54,7 +54,7 @@ func (b *box) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
 }
 
 // serveTLS carries a TLS connection whose ClientHello names the destination.
-func (b *box) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint16) {
+func (b *sandbox) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	name, why := readHello(b.ctx, &c.peeked)
 	host := name
 	switch {
@@ -85,7 +85,7 @@ func orNone(h policy.Host) string {
 }
 
 // unnamed returns the host of a connection that gives no name: its address, which must be allowed by a rule.
-func (b *box) unnamed(to netip.AddrPort) (policy.Host, error) {
+func (b *sandbox) unnamed(to netip.AddrPort) (policy.Host, error) {
 	h, err := policy.ParseHost(to.Addr().String())
 	if err != nil {
 		return policy.Host{}, err
@@ -108,7 +108,7 @@ func hostOf(asked *target, to netip.AddrPort) policy.Host {
 }
 
 // serveRaw carries a connection that is neither TLS nor HTTP.
-func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
+func (b *sandbox) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	host := hostOf(asked, to)
 	if asked == nil {
 		if named, ok := b.aliased(to); ok {
@@ -119,7 +119,7 @@ func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
 }
 
 // tunnel carries a connection to a host in both directions, until both have ended.
-func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
+func (b *sandbox) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 	defer c.Close()
 	if why == nil && b.grants.Load().holds(target{h, f.Port}) {
 		why = errHeld
@@ -156,7 +156,7 @@ func refuseTLS(c *conn, spoken core.Spoken) {
 }
 
 // pipe copies in both directions until both have ended, one has failed, or the flow has ended.
-func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
+func (b *sandbox) pipe(o *openFlow, c *conn, up net.Conn) {
 	_ = c.SetDeadline(time.Time{})
 	defer context.AfterFunc(o.ctx, func() {
 		reset(c.Conn)

@@ -132,9 +132,9 @@ func dataKeys(t *testing.T, dsn, master string) (keys [][]byte) {
 		t.Fatal(err)
 	}
 	var id, name string
-	var box []byte
-	if _, err := pgx.ForEachRow(rows, []any{&id, &name, &box}, func() error {
-		k, err := ring.Unwrap(t.Context(), id, name, box)
+	var wrapped []byte
+	if _, err := pgx.ForEachRow(rows, []any{&id, &name, &wrapped}, func() error {
+		k, err := ring.Unwrap(t.Context(), id, name, wrapped)
 		keys = append(keys, bytes.Clone(k[:]))
 		return err
 	}); err != nil {
@@ -152,7 +152,7 @@ func newMaster(t *testing.T, lines ...string) string {
 	return path
 }
 
-// TestEncryptedPool grows a tree in a project that encrypts: what a guest has written is in clear nowhere but on the hosts that run it, another
+// TestEncryptedPool makes a tree in a project that encrypts: what a guest has written is unencrypted only on the hosts that run it, another
 // runner goes on with nothing but PostgreSQL, the store and the master key, and without that key nothing is started.
 func TestEncryptedPool(t *testing.T) {
 	t.Parallel()
@@ -201,12 +201,12 @@ func TestEncryptedPool(t *testing.T) {
 			}
 		}
 	}
-	// In clear it can be found: else this test would show nothing.
+	// Unencrypted, it can be found: else this test would show nothing.
 	open, secret, later := canary(), canary(), canary()
 	plain := sealed(open)
 	objects(plain, "")
 	if found := filesWith(t, open[:32], files); len(found) == 0 {
-		t.Fatal("what is stored in clear is not found in the store")
+		t.Fatal("what is stored unencrypted is not found in the store")
 	}
 	p, err := c.client.PatchProject(ctx, self.ProjectID, coppice.PatchProjectRequest{Encryption: coppice.EncryptionEnvelope})
 	if err != nil || p.Encryption != coppice.EncryptionEnvelope || p.KeyVersion != 1 {
@@ -223,10 +223,10 @@ func TestEncryptedPool(t *testing.T) {
 	objects(next, ".k2")
 	second := c.join(inStore)
 	first.kill()
-	grown := func(id coppice.CheckpointID, want []byte) {
+	forkHas := func(id coppice.CheckpointID, want []byte) {
 		t.Helper()
 		var forked coppice.ForkResult
-		until(t, "it is grown on the runner that lives", func() (bool, error) {
+		until(t, "it is forked on the runner that lives", func() (bool, error) {
 			var err error
 			forked, err = c.client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{})
 			return err == nil, err
@@ -236,10 +236,10 @@ func TestEncryptedPool(t *testing.T) {
 			t.Errorf("a child of %s has %d other bytes, %v", id, len(got), err)
 		}
 	}
-	grown(next, later)
-	grown(cp, secret)
-	grown(plain, open)
-	// An export is in clear.
+	forkHas(next, later)
+	forkHas(cp, secret)
+	forkHas(plain, open)
+	// An export is unencrypted.
 	file, _, err := c.client.ExportCheckpoint(ctx, cp)
 	if err != nil {
 		t.Fatal(err)
@@ -273,7 +273,7 @@ func TestEncryptedPool(t *testing.T) {
 		}
 	}
 
-	// Without the master key nothing is started; what is held in clear goes on.
+	// Without the master key nothing is started; what is unencrypted goes on.
 	restart := func(lines ...string) {
 		t.Helper()
 		c.stop(t)
@@ -306,7 +306,7 @@ func TestEncryptedPool(t *testing.T) {
 	if got := check(); len(got.Problems) != 2 || got.Problems[0].Code != string(core.CodeKeyUnavailable) {
 		t.Errorf("a check without keys: %+v", got)
 	}
-	grown(plain, open)
+	forkHas(plain, open)
 	log, err := os.ReadFile(third.log)
 	if err != nil {
 		t.Fatal(err)
@@ -323,9 +323,9 @@ func TestEncryptedPool(t *testing.T) {
 
 	// Another master key takes over, and then the first is not needed any more.
 	restart(fresh, old)
-	grown(next, later)
+	forkHas(next, later)
 	restart(fresh)
-	grown(cp, secret)
+	forkHas(cp, secret)
 	if got := check(); len(got.Problems) > 0 || got.Frames == 0 {
 		t.Errorf("a check: %+v", got)
 	}

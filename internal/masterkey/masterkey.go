@@ -18,7 +18,7 @@ import (
 
 const size = 32
 
-// Key seals and opens. It is safe for concurrent use.
+// Key encrypts and decrypts. It is safe for concurrent use.
 type Key struct{ aead cipher.AEAD }
 
 // Open reads the key of a file: 64 hex digits, readable by its owner only. found is false when there is no such file.
@@ -72,23 +72,23 @@ func New(raw []byte) (*Key, error) {
 	return &Key{aead}, err
 }
 
-// Seal encrypts a secret under a name, without which it cannot be opened.
-func (k *Key) Seal(name string, secret []byte) []byte {
+// Encrypt encrypts a secret under a name. Decryption needs the same name.
+func (k *Key) Encrypt(name string, secret []byte) []byte {
 	nonce := make([]byte, k.aead.NonceSize(), k.aead.NonceSize()+len(secret)+k.aead.Overhead())
 	_, _ = rand.Read(nonce) // never fails
 	return k.aead.Seal(nonce, nonce, secret, []byte(name))
 }
 
-// Open decrypts what Seal made under the same name.
-func (k *Key) Open(name string, box []byte) ([]byte, error) {
+// Decrypt decrypts what Encrypt made under the same name.
+func (k *Key) Decrypt(name string, encrypted []byte) ([]byte, error) {
 	n := k.aead.NonceSize()
-	if len(box) < n {
-		return nil, fmt.Errorf("the sealed %s is too short", name)
+	if len(encrypted) < n {
+		return nil, fmt.Errorf("the encrypted %s is too short", name)
 	}
-	secret, err := k.aead.Open(nil, box[:n], box[n:], []byte(name))
+	secret, err := k.aead.Open(nil, encrypted[:n], encrypted[n:], []byte(name))
 	if err != nil {
 		return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeIncompatibleHost,
-			"the %s in the database was sealed with another key; use the key file that the cluster's first controller made", name)
+			"the %s in the database was encrypted with another key; use the key file that the cluster's first controller made", name)
 	}
 	return secret, nil
 }

@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/masterkey"
 )
 
-func TestSeal(t *testing.T) {
+func TestEncrypt(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "key")
 	if _, found, err := masterkey.Open(path); found || err != nil {
@@ -25,22 +25,22 @@ func TestSeal(t *testing.T) {
 		t.Fatal(found, err)
 	}
 	secret := []byte("a secret that is not to be seen")
-	box := made.Seal("thing", secret)
-	if bytes.Contains(box, secret[:8]) || bytes.Equal(box, made.Seal("thing", secret)) {
-		t.Error("it is not sealed")
+	encrypted := made.Encrypt("thing", secret)
+	if bytes.Contains(encrypted, secret[:8]) || bytes.Equal(encrypted, made.Encrypt("thing", secret)) {
+		t.Error("it is not encrypted")
 	}
-	if got, err := key.Open("thing", box); err != nil || !bytes.Equal(got, secret) {
+	if got, err := key.Decrypt("thing", encrypted); err != nil || !bytes.Equal(got, secret) {
 		t.Errorf("%q, %v", got, err)
 	}
 	other, err := masterkey.New(make([]byte, 32))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := other.Open("thing", box); core.CodeOf(err) != core.CodeIncompatibleHost {
+	if _, err := other.Decrypt("thing", encrypted); core.CodeOf(err) != core.CodeIncompatibleHost {
 		t.Errorf("with another key: %v", err)
 	}
-	for name, b := range map[string][]byte{"other": box, "thing": box[:4]} {
-		if _, err := key.Open(name, b); err == nil {
+	for name, b := range map[string][]byte{"other": encrypted, "thing": encrypted[:4]} {
+		if _, err := key.Decrypt(name, b); err == nil {
 			t.Errorf("%s of %d bytes is opened", name, len(b))
 		}
 	}

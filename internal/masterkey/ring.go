@@ -17,7 +17,7 @@ type Ring struct {
 	keys    map[string]*Key // by their ids
 }
 
-// OpenRing reads a file of keys, one a line as Open has it, the present one first. It must be there: one that was made anew would open nothing.
+// OpenRing reads a file of keys, one a line as Open has it, the present one first. The file must exist: a new one could decrypt nothing.
 func OpenRing(path string) (*Ring, error) {
 	text, err := readPrivate(path)
 	if errors.Is(err, os.ErrNotExist) {
@@ -52,7 +52,7 @@ func OpenRing(path string) (*Ring, error) {
 	return r, nil
 }
 
-// idOf names a key without giving anything of it away.
+// idOf returns the id of a key. The id does not reveal the key.
 func idOf(raw []byte) string {
 	sum := sha256.Sum256(append([]byte("coppice master key id\n"), raw...))
 	return hex.EncodeToString(sum[:8])
@@ -63,7 +63,7 @@ func (r *Ring) Current() string { return r.current }
 
 // Wrap encrypts a key under a name, without which it cannot be unwrapped.
 func (r *Ring) Wrap(_ context.Context, name string, key core.DataKey) ([]byte, error) {
-	return r.keys[r.current].Seal(name, key[:]), nil
+	return r.keys[r.current].Encrypt(name, key[:]), nil
 }
 
 // Unwrap decrypts what Wrap made when the key id was the current one; KEY_UNAVAILABLE.
@@ -73,7 +73,7 @@ func (r *Ring) Unwrap(_ context.Context, id, name string, wrapped []byte) (core.
 		return core.DataKey{}, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable,
 			"%s is wrapped by the master key %s, which this controller does not have; add it to the file of master keys", name, core.Clip(id))
 	}
-	b, err := k.Open(name, wrapped)
+	b, err := k.Decrypt(name, wrapped)
 	if err != nil || len(b) != len(core.DataKey{}) {
 		return core.DataKey{}, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "%s was changed in the database since the master key %s has wrapped it", name, core.Clip(id))
 	}

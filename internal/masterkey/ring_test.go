@@ -37,21 +37,21 @@ func TestRing(t *testing.T) {
 		t.Fatal(err)
 	}
 	key := core.NewDataKey()
-	box, err := first.Wrap(t.Context(), "key 1", key)
-	if err != nil || bytes.Contains(box, key[:8]) || first.Current() == both.Current() || both.Current() != second.Current() || strings.Contains(a, first.Current()) {
+	wrapped, err := first.Wrap(t.Context(), "key 1", key)
+	if err != nil || bytes.Contains(wrapped, key[:8]) || first.Current() == both.Current() || both.Current() != second.Current() || strings.Contains(a, first.Current()) {
 		t.Fatalf("%q %q, %v", first.Current(), both.Current(), err)
 	}
-	if got, err := both.Unwrap(t.Context(), first.Current(), "key 1", box); err != nil || got != key {
+	if got, err := both.Unwrap(t.Context(), first.Current(), "key 1", wrapped); err != nil || got != key {
 		t.Errorf("%v", err)
 	}
-	if _, err := second.Unwrap(t.Context(), first.Current(), "key 1", box); core.CodeOf(err) != core.CodeKeyUnavailable || !strings.Contains(err.Error(), first.Current()) {
+	if _, err := second.Unwrap(t.Context(), first.Current(), "key 1", wrapped); core.CodeOf(err) != core.CodeKeyUnavailable || !strings.Contains(err.Error(), first.Current()) {
 		t.Errorf("without the master key: %v", err)
 	}
-	if _, err := both.Unwrap(t.Context(), first.Current(), "key 2", box); core.CodeOf(err) != core.CodeKeyUnavailable {
+	if _, err := both.Unwrap(t.Context(), first.Current(), "key 2", wrapped); core.CodeOf(err) != core.CodeKeyUnavailable {
 		t.Errorf("under another name: %v", err)
 	}
-	for i := range box {
-		changed := bytes.Clone(box)
+	for i := range wrapped {
+		changed := bytes.Clone(wrapped)
 		changed[i] ^= 1
 		if _, err := first.Unwrap(t.Context(), first.Current(), "key 1", changed); core.CodeOf(err) != core.CodeKeyUnavailable {
 			t.Errorf("byte %d: %v", i, err)

@@ -36,7 +36,7 @@ type file struct {
 	ClusterID   string `json:"cluster_id,omitempty"` // whose authority issued it
 }
 
-// Open reads the key from a file, or makes it. A certificate of another runner is not used: its host has joined anew.
+// Open reads the key from a file, or makes it. A certificate of another runner is not used: its host has joined again.
 func Open(path string, runner core.RunnerID) (*Attestor, error) {
 	var f file
 	err := atomicfile.ReadJSON(path, &f)

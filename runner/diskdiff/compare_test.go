@@ -168,7 +168,7 @@ func TestCompare(t *testing.T) {
 			b: map[string]string{"usr/": ""}, whatB: []string{"cd usr", "mknod lib c 0 0"},
 			want: []string{"removed dir /usr/lib", "removed dir /usr/lib/a", "removed file /usr/lib/a/one 1->0", "removed file /usr/lib/a/two 1->0", "removed file /usr/lib/b 1->0"},
 		},
-		"a directory of the image made anew": {
+		"a directory of the image made again": {
 			b: map[string]string{"usr/lib/new": "n"}, whatB: []string{"cd usr", "ea_set lib trusted.overlay.opaque y"},
 			want: []string{"removed dir /usr/lib/a", "removed file /usr/lib/a/one 1->0", "removed file /usr/lib/a/two 1->0", "removed file /usr/lib/b 1->0", "added file /usr/lib/new 0->1"},
 		},

@@ -41,7 +41,7 @@ func Ensure(ctx context.Context, p Process) (*Client, egressapi.Hello, error) {
 		if err := c.kill(ctx); err != nil {
 			return nil, h, err
 		}
-	case err == nil && h.Version != egressapi.Version: // what it knows of, the next one is told anew; meanwhile nothing passes
+	case err == nil && h.Version != egressapi.Version: // the next process gets its sandboxes again; until then nothing passes
 		if err := c.Stop(ctx); err != nil {
 			return nil, h, err
 		}

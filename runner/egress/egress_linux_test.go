@@ -43,7 +43,7 @@ const (
 	inside     = "COPPICE_TEST_INSIDE_NETWORK" // set in the environment of the tests' own process, which has a network of its own
 )
 
-// TestMain runs the tests in a network of their own, where the loopback device is the Internet; or, started anew with an argument, is the
+// TestMain runs the tests in a network of their own, where the loopback device is the Internet; or, started again with an argument, is the
 // egress process.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == beAProcess {

@@ -145,7 +145,7 @@ func TestLargestRules(t *testing.T) {
 				func() error { rules.Version++; return nil },
 				func() error { return x.client.SetRules(t.Context(), g.id, rules) },
 			} {
-				if rules.Grants, err = grant.Seal(hello.Key, g.id, rules.Version, bundle); err != nil {
+				if rules.Grants, err = grant.Encrypt(hello.Key, g.id, rules.Version, bundle); err != nil {
 					t.Fatal(err)
 				}
 				if err := step(); err != nil {

@@ -71,7 +71,7 @@ func TestTakenAwayFirst(t *testing.T) {
 	}
 }
 
-// TestCutOff: where a process takes neither rules nor less, it loses the sandbox, and gets it anew with the next rules that it takes.
+// TestCutOff: where a process takes neither rules nor less, it loses the sandbox, and gets it again with the next rules that it takes.
 func TestCutOff(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -189,7 +189,7 @@ func TestRevoked(t *testing.T) {
 	rules := rulesOf(2, "a.test")
 	rules.Key = hello.Key
 	var err error
-	if rules.Grants, err = grant.Seal(hello.Key, g.id, 2, grant.Bundle{Grants: []grant.Grant{one}}); err != nil {
+	if rules.Grants, err = grant.Encrypt(hello.Key, g.id, 2, grant.Bundle{Grants: []grant.Grant{one}}); err != nil {
 		t.Fatal(err)
 	}
 	if err := g.SetRules(t.Context(), rules); err != nil {

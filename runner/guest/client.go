@@ -29,7 +29,7 @@ const greetPatience = 2 * time.Second
 const redialInterval = 20 * time.Millisecond
 
 // Client is a connection to one sandbox's agent. It is safe for concurrent use. It does not reconnect: when Done is
-// closed, dial anew (sessions live on in the agent).
+// closed, dial again (sessions live on in the agent).
 type Client struct {
 	mux     *yamux.Session
 	guard   *guard

@@ -28,7 +28,7 @@ func (l *Link) Deliver(ctx context.Context) error {
 			}
 		}
 		if err != nil && ctx.Err() == nil {
-			l.cfg.Log.ErrorContext(ctx, "what sandboxes have sent out was not read", "err", err)
+			l.cfg.Log.ErrorContext(ctx, "the flows of sandboxes were not read", "err", err)
 			_ = pace.Pause(ctx, lastFlowPause)
 		}
 	}
@@ -46,7 +46,7 @@ func (l *Link) sendFlows(ctx context.Context, flows []core.Flow) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		l.cfg.Log.WarnContext(ctx, "what sandboxes have sent out was not reported", "flows", len(flows), "again_ms", core.Milliseconds(wait), "err", err)
+		l.cfg.Log.WarnContext(ctx, "the flows of sandboxes were not reported", "flows", len(flows), "again_ms", core.Milliseconds(wait), "err", err)
 		_ = pace.Pause(ctx, wait)
 	}
 }

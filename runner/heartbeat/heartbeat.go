@@ -30,7 +30,7 @@ type Peers interface {
 
 // Config says which controllers the link calls. Either Member is set, and every controller is https://host:port, or Secret is.
 type Config struct {
-	Controllers []string       // the listeners for runners: https://host:port, or http://host:port or unix:/path; the next is tried when one is away
+	Controllers []string       // the listeners for runners: https://host:port, or http://host:port or unix:/path; the next is tried when one is unreachable
 	Secret      string         // shared with the controller
 	Member      *Member        // who this runner is
 	Endpoint    string         // where controllers reach this runner, in the same forms
@@ -105,7 +105,7 @@ func New(r *runner.Runner, cfg Config) (*Link, error) {
 }
 
 // Run registers, then heartbeats three times per lease and whenever something happened, until ctx ends. A controller that is
-// away is retried; one that does not know the lease any more is registered with again.
+// is unreachable is retried; one that does not know the lease any more is registered with again.
 func (l *Link) Run(ctx context.Context) error {
 	const retry = time.Second
 	timer := time.NewTimer(0)
@@ -154,7 +154,7 @@ func (l *Link) certify(ctx context.Context, cluster string, der []byte) {
 	}
 }
 
-// post asks the controller that answered last, and the others when that one is away.
+// post asks the controller that answered last, and the others when that one is unreachable.
 func (l *Link) post(ctx context.Context, path string, in, out any) error {
 	return l.postBy(ctx, l.client, path, in, out)
 }

@@ -64,7 +64,7 @@ func (f memberFile) member(path string) (*Member, crypto.Signer, error) {
 	return m, key, err
 }
 
-// Reload reads the membership again, of which another process renews the certificate. What is in use is replaced if that has changed.
+// Reload reads the membership again: another process renews its certificate. It replaces what is in use if that has changed.
 func (m *Member) Reload() error {
 	var f memberFile
 	if err := atomicfile.ReadJSON(m.path, &f); err != nil {

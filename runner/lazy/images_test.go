@@ -41,7 +41,7 @@ import (
 
 const beAPager = "be-a-pager"
 
-// TestMain runs the tests, or, started anew with an argument, is a pager.
+// TestMain runs the tests, or, started again with an argument, is a pager.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == beAPager {
 		if err := servePages(os.Stdin); err != nil {

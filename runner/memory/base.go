@@ -19,10 +19,10 @@ import (
 // not which checkpoints name it: the caller decides when one is removed.
 //
 // A VMM that can map a read-only file gets the file itself. One that opens its memory file for writing (QEMU before 8.2) gets
-// a sealed memfd with the same bytes, which nobody can write; the memfd is made when it is first wanted and kept while in use.
+// a frozen memfd with the same bytes, which nobody can write; the memfd is made when it is first wanted and kept while in use.
 type BaseStore struct {
 	dir      string
-	sealed   bool
+	frozen   bool
 	arriving Arriving
 
 	mu   sync.Mutex // guards open and the fields of its bases
@@ -52,8 +52,8 @@ type Base struct {
 	err      error
 }
 
-// NewBaseStore opens the store in dir. sealed says that the VMM needs memfds.
-func NewBaseStore(dir string, sealed bool) (*BaseStore, error) {
+// NewBaseStore opens the store in dir. frozen says that the VMM needs memfds.
+func NewBaseStore(dir string, frozen bool) (*BaseStore, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
@@ -66,7 +66,7 @@ func NewBaseStore(dir string, sealed bool) (*BaseStore, error) {
 			return nil, err
 		}
 	}
-	return &BaseStore{dir: dir, sealed: sealed, open: make(map[core.BaseID]*Base)}, nil
+	return &BaseStore{dir: dir, frozen: frozen, open: make(map[core.BaseID]*Base)}, nil
 }
 
 // Await tells the store of bases that arrive. It is called before anything else.
@@ -89,17 +89,17 @@ func (s *BaseStore) Zero(size int64) (*Base, error) {
 }
 
 func (s *BaseStore) zeroFile(size int64) (_ *os.File, err error) {
-	if s.sealed {
+	if s.frozen {
 		f, err := newMemfd("coppice-zero", size)
 		if err != nil {
 			return nil, err
 		}
-		if err := seal(f); err != nil {
+		if err := freeze(f); err != nil {
 			return nil, errors.Join(err, f.Close())
 		}
 		return f, nil
 	}
-	// A file without a name, but one of a real file system: Landlock knows no other, and a VMM that uses it opens the file anew.
+	// A file without a name, but one of a real file system: Landlock knows no other, and a VMM that uses it opens the file again.
 	made, err := os.CreateTemp(s.dir, "zero-*.part")
 	if err != nil {
 		return nil, err
@@ -137,10 +137,10 @@ func (s *BaseStore) Open(id core.BaseID) (*Base, error) {
 // Adopt opens a base that a machine of an earlier process maps. Where the machine has a memfd, which it keeps open, that very file is
 // used: its bytes stay in memory once, and its seals are those that the machine was started on.
 func (s *BaseStore) Adopt(id core.BaseID, pid int, inode uint64) (*Base, error) {
-	if !s.sealed {
+	if !s.frozen {
 		return s.Open(id)
 	}
-	f, err := findSealed(pid, inode)
+	f, err := findFrozen(pid, inode)
 	if err != nil {
 		return s.Open(id)
 	}
@@ -158,9 +158,9 @@ func (s *BaseStore) Adopt(id core.BaseID, pid int, inode uint64) (*Base, error) 
 	return b, nil
 }
 
-// findSealed opens the sealed memfd with an inode that a process has open. The number belongs to one memfd until the host is
+// findFrozen opens the frozen memfd with an inode that a process has open. The number belongs to one memfd until the host is
 // restarted, so the process cannot pass off another.
-func findSealed(pid int, inode uint64) (*os.File, error) {
+func findFrozen(pid int, inode uint64) (*os.File, error) {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -181,7 +181,7 @@ func findSealed(pid int, inode uint64) (*os.File, error) {
 			return nil, err
 		}
 		if seals, err := unix.FcntlInt(f.Fd(), unix.F_GET_SEALS, 0); err != nil || seals&allSeals != allSeals {
-			return nil, errors.Join(fmt.Errorf("%s is not sealed", path), err, f.Close())
+			return nil, errors.Join(fmt.Errorf("%s is not frozen", path), err, f.Close())
 		}
 		return f, nil
 	}
@@ -209,7 +209,7 @@ func (s *BaseStore) load(id core.BaseID) (_ *os.File, size int64, arriving bool,
 	if err != nil {
 		return nil, 0, false, errors.Join(err, f.Close())
 	}
-	if !s.sealed || arriving { // what arrives cannot be written by whoever has it open
+	if !s.frozen || arriving { // what arrives cannot be written by whoever has it open
 		return f, info.Size(), arriving, nil
 	}
 	defer f.Close()
@@ -220,7 +220,7 @@ func (s *BaseStore) load(id core.BaseID) (_ *os.File, size int64, arriving bool,
 	if err := sparse.Copy(m, f, info.Size()); err != nil {
 		return nil, 0, false, errors.Join(fmt.Errorf("load base %s: %w", id, err), m.Close())
 	}
-	if err := seal(m); err != nil {
+	if err := freeze(m); err != nil {
 		return nil, 0, false, errors.Join(err, m.Close())
 	}
 	return m, info.Size(), false, nil
@@ -243,7 +243,7 @@ func (s *BaseStore) find(id core.BaseID) (_ *os.File, arriving bool, err error) 
 	return nil, false, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the memory base %s is missing on this host", id)
 }
 
-// ForgetArriving has bases that are open, and of which something arrives, opened anew when they are opened next: what showed them is gone.
+// ForgetArriving forgets open bases that are still arriving, because the process that served them is gone. The next caller opens them again.
 func (s *BaseStore) ForgetArriving() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -403,10 +403,10 @@ func newMemfd(name string, size int64) (*os.File, error) {
 
 const allSeals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 
-// seal makes a memfd immutable for everybody who has it open, for ever.
-func seal(f *os.File) error {
+// freeze makes a memfd immutable for everybody who has it open, for ever.
+func freeze(f *os.File) error {
 	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, allSeals); err != nil {
-		return fmt.Errorf("seal a memfd: %w", err)
+		return fmt.Errorf("freeze a memfd: %w", err)
 	}
 	return nil
 }

@@ -133,21 +133,21 @@ func TestAbsentBase(t *testing.T) {
 // TestRemovedInUse removes a base that is open: its users do not notice.
 func TestRemovedInUse(t *testing.T) {
 	t.Parallel()
-	for _, sealed := range []bool{false, true} {
+	for _, frozen := range []bool{false, true} {
 		const size = 16 * PageSize
-		store := newStore(t, sealed)
+		store := newStore(t, frozen)
 		want := pages(size, map[int]byte{3: 7})
 		base := rebase(t, store, zeroBase(t, store, size), deltaOf(size, want, Extent{3 * PageSize, PageSize}))
 		if err := store.Remove(base.ID); err != nil {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(content(t, base), want) {
-			t.Errorf("sealed=%v: the removed base has other bytes", sealed)
+			t.Errorf("frozen=%v: the removed base has other bytes", frozen)
 		}
 		more := pages(size, map[int]byte{3: 7, 5: 1})
 		next := rebase(t, store, base, deltaOf(size, more, Extent{5 * PageSize, PageSize}))
 		if !bytes.Equal(content(t, next), more) {
-			t.Errorf("sealed=%v: a base made of a removed one has other bytes", sealed)
+			t.Errorf("frozen=%v: a base made of a removed one has other bytes", frozen)
 		}
 	}
 }
@@ -167,42 +167,42 @@ func TestRebaseRefusesOtherSize(t *testing.T) {
 func TestImmutable(t *testing.T) {
 	t.Parallel()
 	const size = 16 * PageSize
-	for _, sealed := range []bool{false, true} {
-		store := newStore(t, sealed)
+	for _, frozen := range []bool{false, true} {
+		store := newStore(t, frozen)
 		want := pages(size, map[int]byte{3: 7})
 		base := rebase(t, store, zeroBase(t, store, size), deltaOf(size, want, Extent{3 * PageSize, PageSize}))
 		for name, b := range map[string]*Base{"zero": zeroBase(t, store, size), "base": base} {
 			f := b.File()
-			if sealed {
+			if frozen {
 				// QEMU before 8.2 opens it for writing: that works, and nothing else does.
 				var err error
 				if f, err = os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", b.File().Fd()), os.O_RDWR, 0); err != nil {
-					t.Errorf("%s, sealed=%v: %v", name, sealed, err)
+					t.Errorf("%s, frozen=%v: %v", name, frozen, err)
 					continue
 				}
 				defer f.Close()
 			}
 			if _, err := f.WriteAt([]byte{1}, 0); err == nil {
-				t.Errorf("%s, sealed=%v: it was written", name, sealed)
+				t.Errorf("%s, frozen=%v: it was written", name, frozen)
 			}
 			if err := f.Truncate(PageSize); err == nil {
-				t.Errorf("%s, sealed=%v: it was cut off", name, sealed)
+				t.Errorf("%s, frozen=%v: it was cut off", name, frozen)
 			}
 			if err := f.Truncate(2 * size); err == nil {
-				t.Errorf("%s, sealed=%v: it was made longer", name, sealed)
+				t.Errorf("%s, frozen=%v: it was made longer", name, frozen)
 			}
 			if m, err := unix.Mmap(int(f.Fd()), 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
-				t.Errorf("%s, sealed=%v: it was mapped for writing", name, sealed)
+				t.Errorf("%s, frozen=%v: it was mapped for writing", name, frozen)
 				_ = unix.Munmap(m)
 			}
 			if err := unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, size); err == nil {
-				t.Errorf("%s, sealed=%v: a hole was made in it", name, sealed)
+				t.Errorf("%s, frozen=%v: a hole was made in it", name, frozen)
 			}
 			r := mapPrivate(t, f, size)
 			r.bytes[0] = 1
 		}
 		if !bytes.Equal(content(t, base), want) {
-			t.Errorf("sealed=%v: the base has changed", sealed)
+			t.Errorf("frozen=%v: the base has changed", frozen)
 		}
 	}
 }
@@ -210,9 +210,9 @@ func TestImmutable(t *testing.T) {
 // TestAtOnce opens, closes, rebases and removes from several goroutines.
 func TestAtOnce(t *testing.T) {
 	t.Parallel()
-	for _, sealed := range []bool{false, true} {
+	for _, frozen := range []bool{false, true} {
 		const size = 64 * PageSize
-		store := newStore(t, sealed)
+		store := newStore(t, frozen)
 		zero := zeroBase(t, store, size)
 		var ids []core.BaseID
 		for i := range 4 {
@@ -245,9 +245,9 @@ func TestAtOnce(t *testing.T) {
 		})
 		wg.Wait()
 		if len(store.open) != 0 {
-			t.Errorf("sealed=%v: %d bases are open", sealed, len(store.open))
+			t.Errorf("frozen=%v: %d bases are open", frozen, len(store.open))
 		}
-		if n := descriptors(t, store.dir); n != 1 && !sealed { // other tests have memfds at the same time
+		if n := descriptors(t, store.dir); n != 1 && !frozen { // other tests have memfds at the same time
 			t.Errorf("%d descriptors are open, want that of the zero base", n)
 		}
 	}

@@ -111,9 +111,9 @@ func randomWrites(rng *rand.Rand, r *ram, m *model, n int) {
 }
 
 // newStore opens a store in a directory of the test.
-func newStore(t testing.TB, sealed bool) *BaseStore {
+func newStore(t testing.TB, frozen bool) *BaseStore {
 	t.Helper()
-	s, err := NewBaseStore(filepath.Join(t.TempDir(), "bases"), sealed)
+	s, err := NewBaseStore(filepath.Join(t.TempDir(), "bases"), frozen)
 	if err != nil {
 		t.Fatal(err)
 	}

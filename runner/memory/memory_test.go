@@ -119,12 +119,12 @@ func bothScans(t *testing.T, r Region, want []Extent) {
 // the way there.
 func TestLineage(t *testing.T) {
 	t.Parallel()
-	for _, sealed := range []bool{false, true} {
-		t.Run(fmt.Sprintf("sealed=%v", sealed), func(t *testing.T) {
+	for _, frozen := range []bool{false, true} {
+		t.Run(fmt.Sprintf("frozen=%v", frozen), func(t *testing.T) {
 			t.Parallel()
 			const size = 2 << 20
 			rng := newRand(t)
-			store := newStore(t, sealed)
+			store := newStore(t, frozen)
 			base := zeroBase(t, store, size)
 			m := newModel(make([]byte, size))
 			r := mapPrivate(t, base.File(), size)

@@ -14,7 +14,7 @@ import (
 )
 
 // Adopt re-opens a namespace that a living VMM uses, after a restart of the runner. Its state, identity and policy
-// come from the rules in the kernel, every one of which is compared with what it should be; if anything differs it
+// come from the rules in the kernel, and each is compared with what it should be; if anything differs it
 // fails, and the caller ends the VMM and leaves the namespace to Reconcile. An Open or Shut that the restart cut
 // short is completed. Listeners did not survive, so their ports are closed: the caller calls Listen again.
 func (p *Pool) Adopt(ctx context.Context, name string) (*Namespace, error) {

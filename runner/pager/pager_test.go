@@ -108,7 +108,7 @@ func TestPeers(t *testing.T) {
 		}
 	}
 	x.put(pager.Image{ID: "a", Source: sourceOf(w), Peers: []peers.Peer{{ID: core.NewID[core.RunnerID](), Endpoint: "https://other:1"}}}, x.part(len(b)))
-	wantEqual(t, x.mapped("a", len(b)), b, "the image of which a peer has the pages")
+	wantEqual(t, x.mapped("a", len(b)), b, "the image whose pages a peer has")
 }
 
 func open(cfg settings) (bloburl.Store, error) {

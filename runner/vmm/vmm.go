@@ -52,7 +52,7 @@ type Fingerprint struct {
 // Capabilities say what a caller may rely on.
 type Capabilities struct {
 	// ReadOnlyBase says that the driver maps a base from a read-only regular file. If it is false, the base must be a
-	// sealed memfd, because the VMM opens it for writing.
+	// frozen memfd, because the VMM opens it for writing.
 	ReadOnlyBase bool
 	// TapUp says that the tap must be up while the machine runs. If it is false, a tap may stay down as long as nothing
 	// may leave the machine, which isolates better.

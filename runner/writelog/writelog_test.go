@@ -187,7 +187,7 @@ func TestDamage(t *testing.T) {
 		damage func(b []byte) []byte
 		left   string
 		aside  bool
-		anew   bool
+		isNew  bool
 	}{
 		"cut in the last line":  {func(b []byte) []byte { return b[:len(b)-5] }, "1:a 2:b", false, false},
 		"half a line more":      {func(b []byte) []byte { return append(b, `{"number":4,"pa`...) }, "1:a 2:b 3:c", false, false},
@@ -210,7 +210,7 @@ func TestDamage(t *testing.T) {
 		if got := told(l); got != c.left {
 			t.Errorf("%s: told: %q, want %q", name, got, c.left)
 		}
-		if (logOf(l) != log) != c.anew {
+		if (logOf(l) != log) != c.isNew {
 			t.Errorf("%s: the log was %s and is %s", name, log, logOf(l))
 		}
 		files := asideOf(t, path)
@@ -225,7 +225,7 @@ func TestDamage(t *testing.T) {
 		for range 2 { // the gap in the numbers must not be damage
 			add(t, l, "next")
 			_, list := l.Pending()
-			if n := list[len(list)-1].Number; c.aside && !c.anew && n <= 3 {
+			if n := list[len(list)-1].Number; c.aside && !c.isNew && n <= 3 {
 				t.Errorf("%s: number %d is given again", name, n)
 			}
 			before := told(l)

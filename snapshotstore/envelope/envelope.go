@@ -50,15 +50,15 @@ func NewKey(secret core.DataKey, version int64) *Key {
 	return &Key{aead, version}
 }
 
-// Seal appends a box with plain in it to dst, with a nonce of 192 random bits. Only the same context opens it.
-func (k *Key) Seal(dst, plain, context []byte) []byte {
+// Encrypt appends a box with plain in it to dst, with a nonce of 192 random bits. Decrypt needs the same context.
+func (k *Key) Encrypt(dst, plain, context []byte) []byte {
 	var nonce [chacha20poly1305.NonceSizeX]byte
 	_, _ = rand.Read(nonce[:]) // never fails: crypto/rand ends the program instead
 	return k.aead.Seal(append(dst, nonce[:]...), nonce[:], plain, context)
 }
 
-// Open appends the content of a box to dst; ErrOpen if the box cannot be opened.
-func (k *Key) Open(dst, box, context []byte) ([]byte, error) {
+// Decrypt appends the content of a box to dst. It fails with ErrOpen if the box cannot be decrypted.
+func (k *Key) Decrypt(dst, box, context []byte) ([]byte, error) {
 	if len(box) < Overhead {
 		return nil, ErrOpen
 	}

@@ -33,32 +33,32 @@ func TestGolden(t *testing.T) {
 		t.Errorf("the key of an attempt is %s instead of %s", got, want)
 	}
 	box := goldenBox(t)
-	got, err := envelope.NewKey(fixed(1), 1).Open(nil, box, []byte("context"))
+	got, err := envelope.NewKey(fixed(1), 1).Decrypt(nil, box, []byte("context"))
 	if err != nil || string(got) != "a frame" {
 		t.Errorf("%q, %v", got, err)
 	}
 }
 
-func TestSeal(t *testing.T) {
+func TestEncrypt(t *testing.T) {
 	t.Parallel()
 	k := envelope.NewKey(core.NewDataKey(), 7)
 	for _, n := range []int{0, 1, 4096, 64 << 10} {
 		plain := bytes.Repeat([]byte("plain text"), n/10+1)[:n]
-		box := k.Seal([]byte("before"), plain, []byte("c"))
+		box := k.Encrypt([]byte("before"), plain, []byte("c"))
 		if string(box[:6]) != "before" || len(box) != 6+n+envelope.Overhead {
 			t.Fatalf("a box of %d bytes for %d", len(box)-6, n)
 		}
 		box = box[6:]
 		if n > 16 && bytes.Contains(box, plain[:16]) {
-			t.Error("it is in clear")
+			t.Error("it is not encrypted")
 		}
-		if got, err := k.Open([]byte("x"), box, []byte("c")); err != nil || string(got) != "x"+string(plain) {
+		if got, err := k.Decrypt([]byte("x"), box, []byte("c")); err != nil || string(got) != "x"+string(plain) {
 			t.Errorf("%d bytes: %v", n, err)
 		}
-		if _, err := k.Open(nil, box, []byte("d")); !errors.Is(err, envelope.ErrOpen) {
+		if _, err := k.Decrypt(nil, box, []byte("d")); !errors.Is(err, envelope.ErrOpen) {
 			t.Errorf("in another context: %v", err)
 		}
-		if _, err := envelope.NewKey(core.NewDataKey(), 7).Open(nil, box, []byte("c")); !errors.Is(err, envelope.ErrOpen) {
+		if _, err := envelope.NewKey(core.NewDataKey(), 7).Decrypt(nil, box, []byte("c")); !errors.Is(err, envelope.ErrOpen) {
 			t.Errorf("with another key: %v", err)
 		}
 	}
@@ -68,16 +68,16 @@ func TestSeal(t *testing.T) {
 func TestEveryByte(t *testing.T) {
 	t.Parallel()
 	k := envelope.NewKey(core.NewDataKey(), 1)
-	box := k.Seal(nil, []byte("some bytes of a frame"), []byte("c"))
+	box := k.Encrypt(nil, []byte("some bytes of a frame"), []byte("c"))
 	for i := range len(box) * 8 {
 		b := bytes.Clone(box)
 		b[i/8] ^= 1 << (i % 8)
-		if _, err := k.Open(nil, b, []byte("c")); !errors.Is(err, envelope.ErrOpen) {
+		if _, err := k.Decrypt(nil, b, []byte("c")); !errors.Is(err, envelope.ErrOpen) {
 			t.Fatalf("bit %d: %v", i, err)
 		}
 	}
 	for i := range box {
-		if _, err := k.Open(nil, box[:i], []byte("c")); !errors.Is(err, envelope.ErrOpen) {
+		if _, err := k.Decrypt(nil, box[:i], []byte("c")); !errors.Is(err, envelope.ErrOpen) {
 			t.Fatalf("%d bytes: %v", i, err)
 		}
 	}
@@ -91,7 +91,7 @@ func TestNonces(t *testing.T) {
 	seen := make(map[[24]byte]bool, boxes)
 	var box []byte
 	for range boxes {
-		box = k.Seal(box[:0], nil, nil)
+		box = k.Encrypt(box[:0], nil, nil)
 		seen[[24]byte(box)] = true
 	}
 	if len(seen) != boxes {
@@ -117,7 +117,7 @@ func TestNames(t *testing.T) {
 	t.Parallel()
 	var none *envelope.Key
 	if got := none.Name("pack-0"); got != "pack-0" || envelope.Encrypted("v1/p/c/1/"+got) {
-		t.Errorf("in clear: %s", got)
+		t.Errorf("not encrypted: %s", got)
 	}
 	name := "v1/p/c/1/" + envelope.NewKey(fixed(1), 12).Name("pack-0")
 	if v, ok := envelope.Version(name); name != "v1/p/c/1/pack-0.k12" || v != 12 || !ok || envelope.Prefix(name) != "v1/p/c/1/" {
@@ -144,12 +144,12 @@ func TestKeyOf(t *testing.T) {
 	ring := new(envelope.Ring)
 	store := envelope.With(bare, ring)
 	ring.Add(map[string]core.DataKey{"v1/p/c/1/": fixed(1)}) // later than With, as runners do
-	box := envelope.NewKey(fixed(1), 1).Seal(nil, []byte("x"), nil)
+	box := envelope.NewKey(fixed(1), 1).Encrypt(nil, []byte("x"), nil)
 	k, err := envelope.KeyOf(store, "v1/p/c/1/pack-0.k1")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, err := k.Open(nil, box, nil); err != nil || string(got) != "x" {
+	if got, err := k.Decrypt(nil, box, nil); err != nil || string(got) != "x" {
 		t.Errorf("%q, %v", got, err)
 	}
 	for _, in := range []struct {
@@ -168,14 +168,14 @@ func TestKeyOf(t *testing.T) {
 // FuzzOpen: only what was encrypted can be opened.
 func FuzzOpen(f *testing.F) {
 	k := envelope.NewKey(fixed(1), 1)
-	sealed := goldenBox(f) // not with a fresh nonce: the fuzzer's workers are other processes
-	f.Add(sealed, []byte("context"))
-	f.Add(sealed[:envelope.Overhead], []byte("context"))
+	encrypted := goldenBox(f) // not with a fresh nonce: the fuzzer's workers are other processes
+	f.Add(encrypted, []byte("context"))
+	f.Add(encrypted[:envelope.Overhead], []byte("context"))
 	f.Add([]byte{}, []byte{})
 	f.Fuzz(func(t *testing.T, box, context []byte) {
-		got, err := k.Open(nil, box, context)
+		got, err := k.Decrypt(nil, box, context)
 		switch {
-		case err == nil && (!bytes.Equal(box, sealed) || string(context) != "context"):
+		case err == nil && (!bytes.Equal(box, encrypted) || string(context) != "context"):
 			t.Fatalf("%x is opened as %q", box, got)
 		case err != nil && !errors.Is(err, envelope.ErrOpen):
 			t.Fatal(err)
@@ -200,12 +200,12 @@ func FuzzVersion(f *testing.F) {
 	})
 }
 
-func BenchmarkSeal(b *testing.B) {
+func BenchmarkEncrypt(b *testing.B) {
 	k := envelope.NewKey(fixed(1), 1)
 	plain := make([]byte, 32<<10)
 	box := make([]byte, 0, len(plain)+envelope.Overhead)
 	b.SetBytes(int64(len(plain)))
 	for b.Loop() {
-		box = k.Seal(box[:0], plain, nil)
+		box = k.Encrypt(box[:0], plain, nil)
 	}
 }

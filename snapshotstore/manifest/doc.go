@@ -1,5 +1,5 @@
-// Package manifest is the map of a checkpoint: which page of which image is in which frame of which
-// object. It is pure: it reads and writes bytes and knows no store.
+// Package manifest is the map of a checkpoint: it says in which frame and object each page of an image
+// is. It is pure: it reads and writes bytes and knows no store.
 //
 // An image is a sparse array of pages. Its map is a radix tree. The sha256 of a node's bytes is the
 // node's name. A leaf maps LeafPages pages to slots of frames, an inner node has up to Fanout

@@ -17,7 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "write the golden files again")
 
 // sample is a manifest with at least one of every element.
 func sample() (Header, map[string]*Tree) {

@@ -7,7 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 )
 
-// originOf is what the audit triggers read until the transaction ends: five words, some of which may be empty.
+// originOf is what the audit triggers read until the transaction ends: five words, and some may be empty.
 func originOf(ctx context.Context) string {
 	o, request := controller.OriginOf(ctx)
 	return plain(o.Actor) + " " + plain(o.Source) + " " + plain(o.Action) + " " + plain(request) + " " + plain(string(o.Operation))

@@ -10,8 +10,8 @@ import (
 
 // InsertSecret keeps a value.
 func (t *Tx) InsertSecret(ctx context.Context, s secretstore.Secret) error {
-	_, err := t.Exec(ctx, `INSERT INTO secrets (id, project_id, master_id, sealed_key, sealed) VALUES (@id, @project, @master, @key, @box)`,
-		pgtx.Args{"id": s.ID, "project": s.ProjectID, "master": s.Master, "key": s.Key, "box": s.Box})
+	_, err := t.Exec(ctx, `INSERT INTO secrets (id, project_id, master_id, sealed_key, sealed) VALUES (@id, @project, @master, @key, @encrypted)`,
+		pgtx.Args{"id": s.ID, "project": s.ProjectID, "master": s.Master, "key": s.Key, "encrypted": s.Encrypted})
 	return err
 }
 
@@ -22,7 +22,7 @@ func (t *Tx) DeleteSecret(ctx context.Context, id string) error {
 }
 
 func (t *Tx) secrets(ctx context.Context, where string, a pgtx.Args) ([]secretstore.Secret, error) {
-	return pgtx.Many[secretstore.Secret](ctx, t, `SELECT id, project_id, master_id AS master, sealed_key AS key, sealed AS box FROM secrets WHERE `+where+` ORDER BY id`, a)
+	return pgtx.Many[secretstore.Secret](ctx, t, `SELECT id, project_id, master_id AS master, sealed_key AS key, sealed AS encrypted FROM secrets WHERE `+where+` ORDER BY id`, a)
 }
 
 // Secrets returns those that are there.

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """A test bench that keeps its state in memory only.
 
-It imports the library once and then lives on: edits on disk mean nothing to it until a module is loaded anew, names that
+It imports the library once and then lives on: edits on disk mean nothing to it until a module is loaded again, names that
 other modules had bound before stay as they were, and what happened is known only to this process: the journal of loads,
 the results of the first run, and how many loads are left. Restarting it loses all of that. Tests run in a forked child.
 
     bench.py SOCKET LIBRARY-DIRECTORY
 
-    POST /step?load=MODULE&label=TEXT   load a module anew (optional), run the tests, answer the observation
+    POST /step?load=MODULE&label=TEXT   load a module again (optional), run the tests, answer the observation
     GET  /state                         the observation of the last run
 
 An observation: {passed, total, failed, regressed, journal, loads_left, stale, state, nonce, pid, identity}

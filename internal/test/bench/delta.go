@@ -72,7 +72,7 @@ func (b *bench) measureDelta(ctx context.Context) (err error) {
 			c.copied.MS("  copy, in that pause", ""),
 			c.store.MS("  write the delta, after it, durably", ""),
 			c.rebase.MS("  rebase: write base and delta, durably, and load it", fmt.Sprintf("base %d MiB", b.lab.baseMiB(root.base))),
-			c.open.MS("  of it, load the new base", "a sealed memfd, where the VMM cannot map a read-only file"),
+			c.open.MS("  of it, load the new base", "a frozen memfd, where the VMM cannot map a read-only file"),
 		)
 	}
 	b.report.Group(fmt.Sprintf("What a delta costs (%d MiB of RAM, memory engine alone)", bigMiB), figures...)

@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-var update = flag.Bool("update", false, "write the golden files anew")
+var update = flag.Bool("update", false, "write the golden files again")
 
 // TestArguments compares command lines with golden files: a machine can load the device state of another one only if
 // their command lines agree.
@@ -81,6 +81,6 @@ func golden(t *testing.T, name, got string) {
 		t.Fatalf("%v; cure: go test ./runner/vmm/qemu -update", err)
 	}
 	if diff := cmp.Diff(string(want), got); diff != "" {
-		t.Errorf("%s (-want +got); go test ./runner/vmm/qemu -update writes it anew:\n%s", name, diff)
+		t.Errorf("%s (-want +got); go test ./runner/vmm/qemu -update writes it again:\n%s", name, diff)
 	}
 }

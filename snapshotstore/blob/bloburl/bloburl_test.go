@@ -150,7 +150,7 @@ func TestOpenS3(t *testing.T) {
 }
 
 func broken(context.Context) (s3.Credentials, error) {
-	return s3.Credentials{}, errors.New("the metadata service is away")
+	return s3.Credentials{}, errors.New("the metadata service is unreachable")
 }
 
 // TestStoreThatOverwrites probes a store that ignores the condition of a request.

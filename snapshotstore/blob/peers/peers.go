@@ -110,7 +110,7 @@ func New(behind blob.Blobs, ask Asker, log *slog.Logger, to prometheus.Registere
 		{"bytes_total", "Bytes that other runners gave.", &s.count.bytes},
 		{"absent_total", "Reads for which a runner was asked and did not have the bytes.", &s.count.absent},
 		{"failed_total", "Reads for which a runner was too slow or could not be reached.", &s.count.failed},
-		{"wrong_total", "Objects of which a runner gave wrong bytes.", &s.count.wrong},
+		{"wrong_total", "Objects for which a runner gave wrong bytes.", &s.count.wrong},
 	} {
 		value := func() float64 { return float64(c.count.Load()) }
 		if err := to.Register(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "coppice_peer_" + c.name, Help: c.help}, value)); err != nil {

@@ -427,7 +427,7 @@ func TestCredentialsExpire(t *testing.T) {
 		"renewed":             {func(context.Context) (Credentials, error) { return good, nil }, false, ""},
 		"there are no others": {nil, false, core.CodeStoreAuth},
 		"refused again":       {func(context.Context) (Credentials, error) { return good, nil }, true, core.CodeStoreAuth},
-		"no others to be had": {func(context.Context) (Credentials, error) { return good, errors.New("no") }, false, core.CodeStoreAuth},
+		"no others available": {func(context.Context) (Credentials, error) { return good, errors.New("no") }, false, core.CodeStoreAuth},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -449,7 +449,7 @@ func TestCredentialsExpire(t *testing.T) {
 			if core.CodeOf(err) != c.want {
 				t.Errorf("got %v, want %q", err, c.want)
 			}
-			if n := asked.Load(); name != "no others to be had" && c.renew != nil && n != 1 {
+			if n := asked.Load(); name != "no others available" && c.renew != nil && n != 1 {
 				t.Errorf("others were asked for %d times", n)
 			}
 			s.proxy.Clear()

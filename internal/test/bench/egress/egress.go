@@ -118,7 +118,7 @@ func (r *egressReport) show(w io.Writer) error {
 // egressConfig says how much to measure. Tests measure little.
 type egressConfig struct {
 	out       string
-	self      []string // what this program is started anew with
+	self      []string // what this program is started again with
 	rounds    int
 	requests  int // of each way in a round
 	clients   int

@@ -259,7 +259,7 @@ func (w *egressWorld) rules(id core.SandboxID, version int64, mode grant.Mode) (
 		return r, err
 	}
 	r.Key = w.key
-	r.Grants, err = grant.Seal(w.key, id, version, grant.Bundle{Issuer: &issuer, Grants: []grant.Grant{{
+	r.Grants, err = grant.Encrypt(w.key, id, version, grant.Bundle{Issuer: &issuer, Grants: []grant.Grant{{
 		ID: egressBase, Mode: mode, Placeholder: w.holder, Secret: grant.NewSecret(egressSecret), Header: "Authorization",
 		Targets: []grant.Target{{Host: h, Port: 443}},
 	}}})

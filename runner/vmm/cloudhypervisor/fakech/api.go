@@ -235,7 +235,7 @@ func (v *vmm) start() error {
 
 func (v *vmm) rebootCall(request) ([]byte, error) { return nil, v.reboot() }
 
-// reboot makes the VM anew from its configuration.
+// reboot makes the VM again from its configuration.
 func (v *vmm) reboot() error {
 	v.events.emit("vm", "rebooting", nil)
 	if v.vm == nil {

@@ -449,7 +449,7 @@ func TestVsock(t *testing.T) {
 	}
 }
 
-// TestEnds ends VMs from within: one that powers off ends the process, one that was reset boots anew.
+// TestEnds ends VMs from within: one that powers off ends the process, one that was reset boots again.
 func TestEnds(t *testing.T) {
 	t.Parallel()
 	program := testvm.BuildFakeCloudHypervisor(t).Path

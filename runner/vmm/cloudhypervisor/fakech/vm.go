@@ -324,7 +324,7 @@ func (m *vm) resume() error {
 // restore and the resume leaves them behind, and the guest without its channel.
 func (m *vm) places() uint32 { return crc32.ChecksumIEEE(m.memory.maps[0].mem[:4096]) }
 
-// startGuest starts the program, which begins anew or goes on: that is in RAM.
+// startGuest starts the program, which begins again or goes on: that is in RAM.
 func (m *vm) startGuest() {
 	if m.started {
 		return

@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/egress/resolver"
 )
 
-// box is a sandbox that the process serves.
-type box struct {
+// sandbox is one that the process serves.
+type sandbox struct {
 	epoch    int64
 	resolver *resolver.Server
 	policy   atomic.Pointer[policy.Policy]
@@ -76,7 +76,7 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b := &box{epoch: sb.Epoch, version: sb.Rules.Version, lacks: r.lacks}
+	b := &sandbox{epoch: sb.Epoch, version: sb.Rules.Version, lacks: r.lacks}
 	b.policy.Store(&r.policy)
 	b.resolver = resolver.Serve(resolver.Config{
 		Policy: func() policy.Policy { return *b.policy.Load() }, Log: s.cfg.Log.With("sandbox_id", sb.ID), Count: s.stats.answered,
@@ -84,20 +84,20 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Policy: r.policy, Grants: r.bundle, Held: r.held, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
 		return errors.Join(err, b.resolver.Close())
 	}
-	s.boxes[sb.ID] = b
+	s.sandboxes[sb.ID] = b
 	return nil
 }
 
-func (s *Server) box(id core.SandboxID) *box {
+func (s *Server) sandbox(id core.SandboxID) *sandbox {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.boxes[id]
+	return s.sandboxes[id]
 }
 
 // setRules replaces a sandbox's rules, unless the new ones are older. Grants of the same version may come again with a
 // new encryption. When it returns, all traffic that the rules do not allow has ended.
 func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error {
-	b := s.box(id)
+	b := s.sandbox(id)
 	if b == nil {
 		return core.Errorf(core.NotFound, core.CodeSandboxNotFound, "sandbox %s is not served", id)
 	}
@@ -120,8 +120,8 @@ func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error 
 // remove ends a sandbox and everything that it has open.
 func (s *Server) remove(id core.SandboxID) error {
 	s.mu.Lock()
-	b := s.boxes[id]
-	delete(s.boxes, id)
+	b := s.sandboxes[id]
+	delete(s.sandboxes, id)
 	s.mu.Unlock()
 	if b == nil {
 		return nil
@@ -138,15 +138,15 @@ const maxListed = 256
 func (s *Server) list(after core.SandboxID) (out []egressapi.Served, more bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	ids := make([]core.SandboxID, 0, len(s.boxes))
-	for id := range s.boxes {
+	ids := make([]core.SandboxID, 0, len(s.sandboxes))
+	for id := range s.sandboxes {
 		if id > after {
 			ids = append(ids, id)
 		}
 	}
 	slices.Sort(ids)
 	for _, id := range ids[:min(len(ids), maxListed)] {
-		b := s.boxes[id]
+		b := s.sandboxes[id]
 		b.mu.Lock()
 		out = append(out, egressapi.Served{ID: id, Epoch: b.epoch, Version: b.version, Lacks: b.lacks})
 		b.mu.Unlock()

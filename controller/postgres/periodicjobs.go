@@ -21,43 +21,43 @@ import (
 const queueSchema = "river"
 
 const (
-	choreTime   = 30 * time.Second // a chore that takes longer is cancelled
-	choreRescue = choreTime + 5*time.Second
-	choreStop   = 5 * time.Second
-	choreKept   = 15 * time.Minute // how long rows of ended chores stay, for people
-	choreConns  = 4
+	jobTime   = 30 * time.Second // a job that takes longer is cancelled
+	jobRescue = jobTime + 5*time.Second
+	jobStop   = 5 * time.Second
+	jobKept   = 15 * time.Minute // how long rows of ended jobs stay, for people
+	jobConns  = 4
 )
 
-// Chores runs periodic work on one of all controllers: the queue library elects which of them makes a chore due, and one
-// that is free takes it. Chores that failed are due again after their interval, not sooner. It returns when ctx ends and the
-// chores that ran here have, or when the database cannot be reached.
+// Chores runs periodic work on one of all controllers: the queue library elects which of them makes a job due, and one
+// that is free takes it. Jobs that failed are due again after their interval, not sooner. It returns when ctx ends and the
+// jobs that ran here have, or when the database cannot be reached.
 func (s *Store) Chores(ctx context.Context, list []controller.Chore, log *slog.Logger) (err error) {
-	pool, err := s.chorePool(ctx)
+	pool, err := s.jobPool(ctx)
 	if err != nil {
 		return err
 	}
 	defer pool.Close()
 	workers := river.NewWorkers()
-	worker := &choreWorker{log: log, chores: map[string]*chore{}}
+	worker := &jobWorker{log: log, jobs: map[string]*periodicJob{}}
 	river.AddWorker(workers, worker)
 	periodic := make([]*river.PeriodicJob, len(list))
 	for i, c := range list {
-		worker.chores[c.Name] = &chore{Chore: c}
+		worker.jobs[c.Name] = &periodicJob{Chore: c}
 		periodic[i] = river.NewPeriodicJob(river.PeriodicInterval(c.Every),
-			func() (river.JobArgs, *river.InsertOpts) { return choreArgs{Name: c.Name}, nil },
+			func() (river.JobArgs, *river.InsertOpts) { return jobArgs{Name: c.Name}, nil },
 			&river.PeriodicJobOpts{ID: c.Name, RunOnStart: true})
 	}
 	client, err := river.NewClient(riverpgxv5.New(pool), &river.Config{
 		Schema: queueSchema, Workers: workers, PeriodicJobs: periodic,
 		Queues: map[string]river.QueueConfig{river.QueueDefault: {MaxWorkers: max(len(list), 1)}},
-		// A chore has one attempt: the next interval is its retry.
-		MaxAttempts: 1, JobTimeout: choreTime, RescueStuckJobsAfter: choreRescue, SoftStopTimeout: time.Second,
-		CompletedJobRetentionPeriod: choreKept, DiscardedJobRetentionPeriod: choreKept, CancelledJobRetentionPeriod: choreKept,
+		// A job has one attempt: the next interval is its retry.
+		MaxAttempts: 1, JobTimeout: jobTime, RescueStuckJobsAfter: jobRescue, SoftStopTimeout: time.Second,
+		CompletedJobRetentionPeriod: jobKept, DiscardedJobRetentionPeriod: jobKept, CancelledJobRetentionPeriod: jobKept,
 		ReindexerSchedule: river.NeverSchedule(), // it would need to own the tables; they are small
 		Logger:            slog.New(quiet{log.Handler()}),
 	})
 	if err != nil {
-		return fmt.Errorf("prepare the chores: %w", err)
+		return fmt.Errorf("prepare the periodic jobs: %w", err)
 	}
 	if err := client.Start(context.WithoutCancel(ctx)); err != nil {
 		return pgtx.MapError(ctx, err)
@@ -66,15 +66,15 @@ func (s *Store) Chores(ctx context.Context, list []controller.Chore, log *slog.L
 	case <-ctx.Done():
 	case <-client.Stopped():
 	}
-	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), choreStop)
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), jobStop)
 	defer cancel()
 	return client.Stop(stop)
 }
 
-// chorePool makes the library's connections: as the same role as everything else.
-func (s *Store) chorePool(ctx context.Context) (*pgxpool.Pool, error) {
+// jobPool makes the library's connections: as the same role as everything else.
+func (s *Store) jobPool(ctx context.Context) (*pgxpool.Pool, error) {
 	pc := s.pool.Config()
-	pc.MinConns, pc.MaxConns = 0, choreConns
+	pc.MinConns, pc.MaxConns = 0, jobConns
 	pc.ConnConfig.RuntimeParams["application_name"] = "coppice-chores"
 	pc.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
 		_, err := conn.Exec(ctx, "SET role coppice_app")
@@ -91,43 +91,43 @@ func (s *Store) chorePool(ctx context.Context) (*pgxpool.Pool, error) {
 	return pool, nil
 }
 
-type choreArgs struct {
+type jobArgs struct {
 	Name string `json:"name"`
 }
 
 // Kind names the job in the queue's tables.
-func (choreArgs) Kind() string { return "chore" }
+func (jobArgs) Kind() string { return "chore" }
 
-type chore struct {
+type periodicJob struct {
 	controller.Chore
 	running sync.Mutex
 }
 
-type choreWorker struct {
-	river.WorkerDefaults[choreArgs]
-	log    *slog.Logger
-	chores map[string]*chore
+type jobWorker struct {
+	river.WorkerDefaults[jobArgs]
+	log  *slog.Logger
+	jobs map[string]*periodicJob
 }
 
-// Work does a chore, unless it still runs here since the last time. One that this controller does not know, because a newer
+// Work does a job, unless it still runs here since the last time. One that this controller does not know, because a newer
 // one made it due, is left to that one's next interval.
-func (w *choreWorker) Work(ctx context.Context, job *river.Job[choreArgs]) error {
-	c, ok := w.chores[job.Args.Name]
+func (w *jobWorker) Work(ctx context.Context, job *river.Job[jobArgs]) error {
+	c, ok := w.jobs[job.Args.Name]
 	if !ok || !c.running.TryLock() {
 		return nil
 	}
 	defer c.running.Unlock()
 	if err := c.Do(ctx); err != nil && ctx.Err() == nil {
-		w.log.WarnContext(ctx, "chore failed", "chore", c.Name, "err", err)
+		w.log.WarnContext(ctx, "periodic job failed", "job", c.Name, "err", err)
 		return err
 	}
 	return nil
 }
 
-// quiet passes on what the library says of real trouble: it reports failed chores, which the worker has logged, as errors too.
+// quiet passes on what the library says of real trouble: it reports failed jobs, which the worker has logged, as errors too.
 type quiet struct{ slog.Handler }
 
-// Enabled keeps what is below a warning away.
+// Enabled drops records below the level of a warning.
 func (q quiet) Enabled(ctx context.Context, l slog.Level) bool {
 	return l >= slog.LevelWarn && q.Handler.Enabled(ctx, l)
 }

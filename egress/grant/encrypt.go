@@ -64,9 +64,9 @@ func NewKeys() (*Keys, error) {
 // Public returns the public key, for which others encrypt bundles.
 func (k *Keys) Public() []byte { return k.private.PublicKey().Bytes() }
 
-// Seal encrypts a bundle, so that only the holder of the keys can read it, and only for one version of one sandbox's
+// Encrypt encrypts a bundle, so that only the holder of the keys can read it, and only for one version of one sandbox's
 // rules.
-func Seal(public []byte, id core.SandboxID, version int64, b Bundle) ([]byte, error) {
+func Encrypt(public []byte, id core.SandboxID, version int64, b Bundle) ([]byte, error) {
 	key, err := hpke.DHKEM(ecdh.X25519()).NewPublicKey(public)
 	if err != nil {
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the key of an egress proxy cannot be read: %v", err)
@@ -94,12 +94,12 @@ func wireOf(g Grant) wireGrant {
 	return x
 }
 
-// Open decrypts a bundle that was encrypted for these keys and for that version of that sandbox's rules.
-func (k *Keys) Open(sealed []byte, id core.SandboxID, version int64) (Bundle, error) {
+// Decrypt decrypts a bundle that was encrypted for these keys and for that version of that sandbox's rules.
+func (k *Keys) Decrypt(encrypted []byte, id core.SandboxID, version int64) (Bundle, error) {
 	kdf, aead := suite()
-	text, err := hpke.Open(k.private, kdf, aead, about(id, version), sealed)
+	text, err := hpke.Open(k.private, kdf, aead, about(id, version), encrypted)
 	if err != nil {
-		return Bundle{}, core.Errorf(core.FailedPrecondition, core.CodeStateConflict, "grants of %s at version %d are not sealed for this proxy: %v", id, version, err)
+		return Bundle{}, core.Errorf(core.FailedPrecondition, core.CodeStateConflict, "grants of %s at version %d are not encrypted for this proxy: %v", id, version, err)
 	}
 	var w wire
 	if err := json.Unmarshal(text, &w); err != nil {

@@ -19,8 +19,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// TestChoresRunOnce has two controllers take part: a chore runs on one of them at a time, and on the other when the first stops.
-func TestChoresRunOnce(t *testing.T) {
+// TestPeriodicJobsRunOnce has two controllers take part: a job runs on one of them at a time, and on the other when the first stops.
+func TestPeriodicJobsRunOnce(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
 	other, err := postgres.Open(t.Context(), postgres.Config{DSN: d.dsn})
@@ -72,8 +72,8 @@ func TestChoresRunOnce(t *testing.T) {
 	stopSecond()
 }
 
-// TestChoresWithoutDatabase ends with an error that says so.
-func TestChoresWithoutDatabase(t *testing.T) {
+// TestPeriodicJobsWithoutDatabase ends with an error that says so.
+func TestPeriodicJobsWithoutDatabase(t *testing.T) {
 	t.Parallel()
 	store, err := postgres.Open(t.Context(), postgres.Config{DSN: "postgres://nobody@127.0.0.1:1/x?connect_timeout=1"})
 	if err != nil {

@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// box is the proxy's state of one sandbox.
-type box struct {
+// sandbox is the proxy's state of one sandbox.
+type sandbox struct {
 	s  *Server
 	sb Sandbox
 
@@ -37,8 +37,8 @@ type box struct {
 
 var errRemoved = newFault("sandbox_ended", "the sandbox has ended")
 
-func newBox(s *Server, sb Sandbox, listeners ...net.Listener) *box {
-	b := &box{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}, budgets: map[string]*budget{}}
+func newSandbox(s *Server, sb Sandbox, listeners ...net.Listener) *sandbox {
+	b := &sandbox{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}, budgets: map[string]*budget{}}
 	b.policy.Store(&sb.Policy)
 	b.ctx, b.cancel = context.WithCancelCause(context.Background())
 	b.transport = &http.Transport{
@@ -63,7 +63,7 @@ const (
 )
 
 // dialText dials for a transport. The address is one that a flow has decided on before.
-func (b *box) dialText(ctx context.Context, _, address string) (net.Conn, error) {
+func (b *sandbox) dialText(ctx context.Context, _, address string) (net.Conn, error) {
 	h, port, err := policy.ParseHostPort(address)
 	if err != nil {
 		return nil, err
@@ -74,10 +74,10 @@ func (b *box) dialText(ctx context.Context, _, address string) (net.Conn, error)
 // conn is a connection of a guest.
 type conn struct {
 	peeked
-	box    *box
-	target *target // known before the first request; nil: the request names it
-	read   bool    // the proxy terminates its TLS
-	closed sync.Once
+	sandbox *sandbox
+	target  *target // known before the first request; nil: the request names it
+	read    bool    // the proxy terminates its TLS
+	closed  sync.Once
 }
 
 // target is the destination of a connection.
@@ -86,18 +86,18 @@ type target struct {
 	port uint16
 }
 
-// Close closes the connection and removes it from the box.
+// Close closes the connection and removes it from the sandbox.
 func (c *conn) Close() error {
 	c.closed.Do(func() {
-		c.box.mu.Lock()
-		delete(c.box.conns, c)
-		c.box.mu.Unlock()
+		c.sandbox.mu.Lock()
+		delete(c.sandbox.conns, c)
+		c.sandbox.mu.Unlock()
 	})
 	return c.Conn.Close()
 }
 
 // accept takes connections until the listener is closed.
-func (b *box) accept(l net.Listener, serve func(*conn)) {
+func (b *sandbox) accept(l net.Listener, serve func(*conn)) {
 	for {
 		raw, err := l.Accept()
 		if err != nil {
@@ -112,7 +112,7 @@ func (b *box) accept(l net.Listener, serve func(*conn)) {
 			}
 			return
 		}
-		c := &conn{peeked: peeked{Conn: raw}, box: b}
+		c := &conn{peeked: peeked{Conn: raw}, sandbox: b}
 		b.mu.Lock()
 		full := len(b.conns) >= b.s.cfg.MaxFlows
 		if !full {
@@ -135,7 +135,7 @@ func reset(c net.Conn) {
 	_ = c.Close()
 }
 
-func (b *box) close() {
+func (b *sandbox) close() {
 	b.cancel(errRemoved)
 	for _, l := range b.listeners {
 		_ = l.Close()
@@ -152,12 +152,12 @@ func (b *box) close() {
 	b.closeIdle()
 }
 
-func (b *box) closeIdle() {
+func (b *sandbox) closeIdle() {
 	b.transport.CloseIdleConnections()
 	b.secure.CloseIdleConnections()
 }
 
-func (b *box) setPolicy(p policy.Policy) {
+func (b *sandbox) setPolicy(p policy.Policy) {
 	b.policy.Store(&p)
 	b.mu.Lock()
 	var out []*openFlow
@@ -186,7 +186,7 @@ type openFlow struct {
 	cancel context.CancelCauseFunc
 }
 
-// denial is the reason why a flow is refused. The guest is told, because it knows all of it already.
+// denial is the reason why a flow is refused. The answer to the guest has the reason, because the guest knows all of it already.
 type denial struct {
 	reason string
 	status int // HTTP status of the answer
@@ -201,7 +201,7 @@ func record(f core.Flow) core.Flow { return f.Clipped() }
 
 // decide asks the policy about a flow and reports the flow to the journal. The error is a *denial or errJournal. The
 // caller must end a flow that was returned.
-func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, why error) (*openFlow, error) {
+func (b *sandbox) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, why error) (*openFlow, error) {
 	f.ID, f.SandboxID, f.Epoch, f.At, f.Host = b.s.nextID(), b.sb.ID, b.sb.Epoch, time.Now(), h.String()
 	f.Outcome = core.FlowAllowed
 	if why == nil {
@@ -246,7 +246,7 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 }
 
 // admit adds a flow to those under way, unless there are too many. With HTTP/2, one connection carries many flows.
-func (b *box) admit(o *openFlow) error {
+func (b *sandbox) admit(o *openFlow) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if most := b.s.cfg.MaxFlows; len(b.open) >= most {
@@ -259,7 +259,7 @@ func (b *box) admit(o *openFlow) error {
 var errJournal = errors.New("the host cannot record what leaves the sandbox, so nothing leaves it")
 
 // watch ends a flow when its grant ends.
-func (b *box) watch(o *openFlow) {
+func (b *sandbox) watch(o *openFlow) {
 	if !b.grants.Load().set.Keeps(o.use.grant) {
 		o.cancel(errEnded)
 	}
@@ -268,7 +268,7 @@ func (b *box) watch(o *openFlow) {
 	}
 }
 
-func (b *box) forget(o *openFlow) {
+func (b *sandbox) forget(o *openFlow) {
 	o.cancel(nil)
 	if o.expiry != nil {
 		o.expiry.Stop()
@@ -279,7 +279,7 @@ func (b *box) forget(o *openFlow) {
 }
 
 // end reports a flow's end and outcome to the journal.
-func (b *box) end(o *openFlow, err error) {
+func (b *sandbox) end(o *openFlow, err error) {
 	if d, ok := isDenial(context.Cause(o.ctx)); ok {
 		o.Outcome, o.Reason = core.FlowDenied, d.Error()
 	} else if err != nil {
@@ -298,7 +298,7 @@ func describe(h policy.Host, port uint16, spoken core.Spoken) string {
 }
 
 // aliased returns the host that an address stands for.
-func (b *box) aliased(a netip.AddrPort) (policy.Host, bool) {
+func (b *sandbox) aliased(a netip.AddrPort) (policy.Host, bool) {
 	if b.sb.Alias == nil {
 		return policy.Host{}, false
 	}
