@@ -38,7 +38,7 @@ setup-kvm: ## install the pinned cloud-hypervisor, checked by its sum: PREFIX=di
 build: ## build bin/coppice and the static guest agent, bin/coppice-guest
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./cmd/...
 
-generate: ## write generated code and documents anew: API models and servers, SDKs, the wire of E2B (protoc of Debian's protobuf-compiler), state machines, sums
+generate: ## write generated code and documents again: API models and servers, SDKs, the wire of E2B (protoc of Debian's protobuf-compiler), state machines, sums
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config api/codegen.yaml api/openapi.yaml
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config sdk/go/codegen.yaml api/openapi.yaml
 	scripts/generate-sdks
