@@ -13,30 +13,24 @@ import (
 
 const sectorSize = 512
 
-// disk is a virtio-blk device. Its size is what the guest was told, which after a restore is that of the snapshot.
+// disk is a virtio-blk device. Its size is what the guest was told; after a restore, that is the size in the snapshot.
 type disk struct {
-	id, path string
+	id       string
 	readOnly bool
-	whole    bool // its lock covers more than its size
 	file     *os.File
 	size     atomic.Int64
-
-	reads, writes, readBytes, writtenBytes atomic.Uint64
 }
 
-func openDisk(c *diskConfig) (*disk, error) {
-	if c.Path == nil {
-		return nil, chain{"No disk path was specified when one was expected"}
-	}
+func openDisk(c diskConfig) (*disk, error) {
 	mode := os.O_RDWR
 	if c.ReadOnly {
 		mode = os.O_RDONLY
 	}
-	f, err := os.OpenFile(*c.Path, mode, 0)
+	f, err := os.OpenFile(c.Path, mode, 0)
 	if err != nil {
-		return nil, wrap("Cannot open disk path", wrap(fmt.Sprintf("I/O error (path=%s op=open)", *c.Path), err))
+		return nil, wrap("Cannot open disk path", wrap(fmt.Sprintf("I/O error (path=%s op=open)", c.Path), err))
 	}
-	d := &disk{id: *c.ID, path: *c.Path, readOnly: c.ReadOnly, whole: c.LockGranularity == "Full", file: f}
+	d := &disk{id: c.ID, readOnly: c.ReadOnly, file: f}
 	if err := d.detect(c); err != nil {
 		_ = f.Close() // it was only looked at
 		return nil, err
@@ -50,28 +44,14 @@ func openDisk(c *diskConfig) (*disk, error) {
 	return d, nil
 }
 
-// detect compares the file with the type that it is said to have.
-func (d *disk) detect(c *diskConfig) error {
+// detect checks that the file is a raw disk, and is said to be one.
+func (d *disk) detect(c diskConfig) error {
 	head := make([]byte, sectorSize)
 	if _, err := d.file.ReadAt(head, 0); err != nil {
-		if errors.Is(err, io.EOF) {
-			err = chain{"failed to fill whole buffer"}
-		}
 		return wrap("Cannot open disk path", wrap("I/O error (op=detect_image_type)", err))
 	}
-	detected := imageType("Raw")
-	if bytes.HasPrefix(head, []byte("QFI\xfb")) {
-		detected = "Qcow2"
-	}
-	switch {
-	case c.ImageType == "Unknown":
-		c.ImageType = detected
-	case c.ImageType != detected:
-		names := map[imageType]string{"FixedVhd": "vhd", "Qcow2": "qcow2", "Raw": "raw", "Vhdx": "vhdx"}
-		return chain{fmt.Sprintf("Disk image type does not match expected type: specified = %s, detected = %s", names[c.ImageType], names[detected])}
-	}
-	if detected != "Raw" {
-		return chain{"fakech: it has raw disks only"}
+	if c.ImageType != "Raw" || bytes.HasPrefix(head, []byte("QFI\xfb")) {
+		return chain{fmt.Sprintf("fakech: it has raw disks only, and the type is %q", c.ImageType)}
 	}
 	return nil
 }
@@ -82,38 +62,34 @@ func (d *disk) lock() error {
 	if d.readOnly {
 		kind, name = unix.F_RDLCK, "Read"
 	}
-	length := d.size.Load()
-	if d.whole {
-		length = 0
-	}
-	if err := lockFile(d.file, kind, length); err != nil {
+	if unix.FcntlFlock(d.file.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: kind, Len: d.size.Load()}) != nil {
 		return chain{
 			"Error locking disk images: Another instance likely holds a lock", "Cannot lock images of all block devices",
-			fmt.Sprintf("Failed to get %s lock for disk image: %s", name, d.path), "The file is already locked",
+			fmt.Sprintf("Failed to get %s lock for disk image: %s", name, d.file.Name()), "The file is already locked",
 		}
 	}
 	return nil
 }
 
-// resize tells the guest another size, which the file is given too.
+// resize tells the guest another size, and changes the file.
 func (d *disk) resize(size uint64) error {
 	if size%sectorSize != 0 {
-		return chain{"Disk resize error", "Disk image size is not a multiple of 512"}
+		return chain{"Error from device manager", "Disk resize error", "Disk image size is not a multiple of 512"}
 	}
 	if err := d.file.Truncate(int64(size)); err != nil {
-		return wrap("Disk resize error", wrap("Disk resize failed", wrap("I/O error", wrap("Failed resizing disk image", err))))
+		return wrap("Error from device manager", wrap("Disk resize error", err))
 	}
 	d.size.Store(int64(size))
 	return nil
 }
 
-// ReadAt reads as the guest does.
+var errIO = errors.New("I/O error")
+
+// ReadAt reads for the guest.
 func (d *disk) ReadAt(b []byte, off int64) (int, error) {
 	if off+int64(len(b)) > d.size.Load() {
 		return 0, errIO
 	}
-	d.reads.Add(1)
-	d.readBytes.Add(uint64(len(b)))
 	n, err := d.file.ReadAt(b, off)
 	if errors.Is(err, io.EOF) {
 		return n, errIO
@@ -121,17 +97,13 @@ func (d *disk) ReadAt(b []byte, off int64) (int, error) {
 	return n, err
 }
 
-// WriteAt writes as the guest does.
+// WriteAt writes for the guest.
 func (d *disk) WriteAt(b []byte, off int64) (int, error) {
 	if d.readOnly || off+int64(len(b)) > d.size.Load() {
 		return 0, errIO
 	}
-	d.writes.Add(1)
-	d.writtenBytes.Add(uint64(len(b)))
 	return d.file.WriteAt(b, off)
 }
 
-// Size is what the guest sees.
+// Size is the size that the guest sees.
 func (d *disk) Size() (int64, error) { return d.size.Load(), nil }
-
-var errIO = errors.New("I/O error")

@@ -1,602 +1,297 @@
 package main
 
 import (
-	"bufio"
-	"bytes"
-	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io"
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/internal/test/eventually"
 	"github.com/coppice-dev/coppice/internal/test/testleak"
-	"github.com/coppice-dev/coppice/internal/test/testvm"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }
 
-const (
-	mib = 1 << 20
-	// kernelHead is all that the fake looks at in a kernel.
-	kernelHead = "\x7fELF"
-	ramBytes   = 4 * mib
-	patience   = time.Minute
-)
+// The tests of the driver use everything that a VMM must do. These tests show that the fake refuses what a driver must
+// not do: without that, the tests of the driver would find less.
 
-// process is a fake that runs.
-type process struct {
-	t      *testing.T
-	cmd    *exec.Cmd
-	dir    string // short
-	events string // path
-	client *http.Client
-	ended  chan struct{}
-	errs   bytes.Buffer
+const ramBytes = 4 << 20
+
+// fake is a fake within the test's process.
+type fake struct {
+	*vmm
+	t   *testing.T
+	dir string // short
 }
 
-func start(t *testing.T, program string) *process {
+func newFake(t *testing.T) *fake {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "fch") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	p := &process{t: t, dir: dir, events: filepath.Join(dir, "events"), ended: make(chan struct{})}
-	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, "api"), Net: "unix"})
+	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer listener.Close()
-	listener.SetUnlinkOnClose(false)
-	socket, err := listener.File()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer socket.Close()
-	p.cmd = exec.CommandContext(t.Context(), program, "--api-socket", "fd=3", "--event-monitor", "path="+p.events, "--seccomp", "true", "-v", "--log-file", filepath.Join(dir, "log"))
-	p.cmd.ExtraFiles, p.cmd.Stderr, p.cmd.Env = []*os.File{socket}, &p.errs, []string{"PATH=/usr/bin:/bin"}
-	if err := p.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	go func() { _ = p.cmd.Wait(); close(p.ended) }() // the state says how it ended
-	var d net.Dialer
-	p.client = &http.Client{
-		Timeout: patience,
-		Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return d.DialContext(ctx, "unix", filepath.Join(dir, "api"))
-		}},
-	}
+	t.Cleanup(func() { _ = null.Close() })
+	f := &fake{vmm: &vmm{events: &events{fd: int(null.Fd())}, calls: map[string]int{}, exit: make(chan error, 1)}, t: t, dir: dir}
 	t.Cleanup(func() {
-		_ = p.cmd.Process.Kill() // it may have ended
-		<-p.ended
-		p.client.CloseIdleConnections()
-		if strings.Contains(p.errs.String(), "DATA RACE") || strings.Contains(p.errs.String(), "panic") {
-			t.Errorf("the fake says:\n%s", p.errs.String())
+		if f.vm != nil {
+			f.vm.close()
+		}
+		if f.console != nil {
+			_ = f.console.listener.Close()
 		}
 	})
-	return p
+	f.file("kernel", 4096, "\x7fELF")
+	f.file("base", ramBytes, "")
+	f.file("disk", 1<<20, "")
+	return f
 }
 
-// call makes a request; body is JSON, or anything that is encoded.
-func (p *process) call(method, name string, body any) (int, string, error) {
-	var r io.Reader
-	switch b := body.(type) {
-	case nil:
-	case string:
-		r = strings.NewReader(b)
-	default:
-		r = bytes.NewReader(encode(b))
-	}
-	req, err := http.NewRequestWithContext(p.t.Context(), method, "http://localhost/api/v1/"+name, r)
-	if err != nil {
-		return 0, "", err
-	}
-	resp, err := p.client.Do(req)
-	if err != nil {
-		return 0, "", err
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(resp.Body, 8*mib))
-	return resp.StatusCode, string(b), err
-}
-
-// want makes a request and compares the answer.
-func (p *process) want(code int, answer, method, name string, body any) {
-	p.t.Helper()
-	got, b, err := p.call(method, name, body)
-	if err != nil || got != code || answer != "*" && b != answer {
-		p.t.Errorf("%s %s: got %d %s (%v), want %d %s", method, name, got, b, err, code, answer)
-	}
-}
-
-func (p *process) ok(name string, body any) {
-	p.t.Helper()
-	if code, b, err := p.call(http.MethodPut, name, body); err != nil || code != 204 {
-		p.t.Fatalf("%s: got %d %s, %v", name, code, b, err)
-	}
-}
-
-func (p *process) state() string {
-	p.t.Helper()
-	code, b, err := p.call(http.MethodGet, "vm.info", nil)
-	var info struct {
-		State string `json:"state"`
-	}
-	if err = errors.Join(err, json.Unmarshal([]byte(b), &info)); err != nil || code != 200 {
-		p.t.Fatalf("vm.info: got %d %s, %v", code, b, err)
-	}
-	return info.State
-}
-
-// seen are the events so far.
-func (p *process) seen() []string {
-	p.t.Helper()
-	f, err := os.Open(p.events)
-	if err != nil {
-		p.t.Fatal(err)
-	}
-	defer f.Close()
-	var out []string
-	for dec := json.NewDecoder(f); ; {
-		var e event
-		err := dec.Decode(&e)
-		if errors.Is(err, io.EOF) {
-			return out
-		}
-		if err != nil {
-			p.t.Fatal(err)
-		}
-		if e.Source != "virtio-device" {
-			out = append(out, e.Source+" "+e.Event)
-		}
-	}
-}
-
-func (p *process) exits(code int) {
-	p.t.Helper()
-	select {
-	case <-p.ended:
-	case <-time.After(patience):
-		p.t.Fatal("it does not end")
-	}
-	if got := p.cmd.ProcessState.ExitCode(); got != code {
-		p.t.Errorf("it ended with %s, want %d; it says %s", p.cmd.ProcessState, code, p.errs.String())
-	}
-}
-
-func (p *process) path(name string) string { return filepath.Join(p.dir, name) }
+func (f *fake) path(name string) string { return filepath.Join(f.dir, name) }
 
 // file makes a file of a size with something at its beginning.
-func (p *process) file(name string, size int64, content string) string {
-	p.t.Helper()
-	path := p.path(name)
-	if err := errors.Join(os.WriteFile(path, []byte(content), 0o600), os.Truncate(path, size)); err != nil {
-		p.t.Fatal(err)
+func (f *fake) file(name string, size int64, content string) {
+	f.t.Helper()
+	if err := os.WriteFile(f.path(name), []byte(content), 0o600); err != nil {
+		f.t.Fatal(err)
 	}
-	return path
-}
-
-type object = map[string]any
-
-// config describes a VM on a base.
-func (p *process) config(base string) object {
-	return object{
-		"memory":  object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": base, "shared": false}}},
-		"payload": object{"kernel": p.file("kernel", 4096, kernelHead), "cmdline": "console=ttyS0"},
-		"disks":   []object{{"id": "root", "path": p.file("disk", mib, ""), "image_type": "Raw"}},
-		"vsock":   object{"id": "vsock0", "cid": 3, "socket": p.path("vsock")},
-		"serial":  object{"mode": "File", "file": p.path("serial")},
-		"console": object{"mode": "Off"},
+	if err := os.Truncate(f.path(name), size); err != nil {
+		f.t.Fatal(err)
 	}
 }
 
-// booted is a fake with a VM that runs.
-func booted(t *testing.T, program string) *process {
-	t.Helper()
-	p := start(t, program)
-	p.ok("vm.create", p.config(p.file("base", ramBytes, "")))
-	p.ok("vm.boot", nil)
-	return p
+// config is the body of vm.create as the driver sends it.
+func (f *fake) config() string {
+	const form = `{"cpus":{"boot_vcpus":1,"max_vcpus":1,"nested":false},
+		"memory":{"size":0,"thp":false,"zones":[{"id":"mem0","size":%d,"file":"DIR/base","shared":false}]},
+		"payload":{"kernel":"DIR/kernel"},
+		"disks":[{"id":"disk0","path":"DIR/disk","readonly":false,"image_type":"Raw","serial":"own","num_queues":1,"queue_size":128}],
+		"rng":{"src":"/dev/urandom"},"vsock":{"id":"vsock0","cid":3,"socket":"DIR/vsock"},
+		"serial":{"mode":"Socket","socket":"DIR/serial"},"console":{"mode":"Off"},"landlock_enable":true,"landlock_rules":[{"path":"DIR","access":"rw"}]}`
+	return strings.ReplaceAll(fmt.Sprintf(form, ramBytes), "DIR", f.dir)
 }
 
-// guest connects to a port of the guest.
-func (p *process) dial(port string) (net.Conn, *bufio.Reader) {
-	p.t.Helper()
-	var d net.Dialer
-	conn, err := d.DialContext(p.t.Context(), "unix", p.path("vsock"))
-	if err != nil {
-		p.t.Fatal(err)
+// put makes a call and returns the words of its error, or nothing.
+func (f *fake) put(name, body string, files ...int) string {
+	f.t.Helper()
+	req := request{method: http.MethodPut, name: name, files: files}
+	if body != "" {
+		req.body = []byte(body)
 	}
-	p.t.Cleanup(func() { _ = conn.Close() })
-	if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
-		p.t.Fatal(err)
+	if r := f.handle(req); r.status >= 300 {
+		return fmt.Sprint(r.status) + " " + string(r.body)
 	}
-	if _, err := fmt.Fprintf(conn, "CONNECT %s\n", port); err != nil {
-		p.t.Fatal(err)
-	}
-	return conn, bufio.NewReader(conn)
+	return ""
 }
 
-func (p *process) ask(request string) string {
-	p.t.Helper()
-	conn, lines := p.dial("1024")
-	defer conn.Close()
-	ok, err := lines.ReadString('\n')
-	if err != nil || !strings.HasPrefix(ok, "OK 10737418") {
-		p.t.Fatalf("CONNECT: got %q, %v", ok, err)
+func (f *fake) ok(name, body string, files ...int) {
+	f.t.Helper()
+	if words := f.put(name, body, files...); words != "" {
+		f.t.Fatalf("%s: %s", name, words)
 	}
-	if _, err := fmt.Fprintln(conn, request); err != nil {
-		p.t.Fatal(err)
-	}
-	answer, err := lines.ReadString('\n')
-	if err != nil {
-		p.t.Fatal(err)
-	}
-	return strings.TrimSpace(answer)
 }
 
-// order asks for what may keep the guest from answering.
-func (p *process) order(request string) {
-	p.t.Helper()
-	conn, lines := p.dial("1024")
-	defer conn.Close()
-	if ok, err := lines.ReadString('\n'); err != nil {
-		p.t.Fatalf("CONNECT: got %q, %v", ok, err)
+func (f *fake) refuses(what, words, name, body string, files ...int) {
+	f.t.Helper()
+	if got := f.put(name, body, files...); !strings.Contains(got, words) || got == "" {
+		f.t.Errorf("%s: %s says %q, want %q", what, name, got, words)
 	}
-	if _, err := fmt.Fprintln(conn, request); err != nil {
-		p.t.Fatal(err)
-	}
-	_, _ = io.Copy(io.Discard, io.LimitReader(lines, 3)) // "ok\n", or the end
 }
 
-func chainOf(words ...string) string { return string(encode(words)) }
-
-// The words were taken from cloud-hypervisor v53.0 itself where no VM must run for them, and from its source elsewhere.
-func TestWithoutVM(t *testing.T) {
+// TestRefusesConfigs has configurations that v53.0 refuses too, except for the words that begin with fakech.
+func TestRefusesConfigs(t *testing.T) {
 	t.Parallel()
-	p := start(t, testvm.BuildFakeCloudHypervisor(t).Path)
-	url := func(path string) object { return object{"source_url": "file://" + path} }
-	p.want(400, `["Bad Request"]`, "PUT", "vmm.ping", nil)
-	p.want(404, `["Not Found"]`, "GET", "vm.nothing", nil)
-	p.want(404, chainOf("Error from API", "The VM could not boot", "VM config is missing"), "PUT", "vm.boot", nil)
-	p.want(404, chainOf("Error from API", "The VM info is not available", "VM is not created"), "GET", "vm.info", nil)
-	p.want(500, chainOf("Error from API", "The VM could not be paused", "VM is not running"), "PUT", "vm.pause", nil)
-	p.want(500, chainOf("Error from API", "The VM could not resume", "VM is not running"), "PUT", "vm.resume", nil)
-	p.want(400, `["Bad Request"]`, "PUT", "vm.pause", "{}")
-	p.want(400, `["Bad Request"]`, "GET", "vm.pause", nil)
-	p.want(400, "", "PUT", "vm.create", nil)
-	p.want(204, "", "PUT", "vm.delete", nil)
-	p.want(500, chainOf("Error from API", "The VM could not shutdown", "VM is not running"), "PUT", "vm.shutdown", nil)
-	for body, words := range map[string]string{
-		`{`:                              "EOF while parsing an object at line 1 column 1",
-		`nonsense`:                       "expected ident at line 1 column 2",
-		`{"cpus": {"boot_vcpus": 1}}`:    "missing field `max_vcpus` at line 1 column 26",
-		`{"memory": {"size": "x"}}`:      `invalid type: string "x", expected u64 at line 1 column 23`,
-		`{"cpus": {"boot_vcpus": -1}}`:   "invalid value: integer `-1`, expected u32 at line 1 column 26",
-		`{"memory": {"zones": [{"id":"m`: "EOF while parsing a string at line 1 column 30",
+	memfd, err := unix.MemfdCreate("coppice-base", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Close(memfd) })
+	for name, c := range map[string]struct{ old, new, words string }{
+		"a field that is not known": {`"nested":false`, `"nesting":false`, `unknown field`},
+		"a field of another type":   {`"boot_vcpus":1`, `"boot_vcpus":"1"`, `400 ["Failed to deserialize JSON"`},
+		"more vCPUs than possible":  {`"max_vcpus":1`, `"max_vcpus":0`, "lower than boot CPUs"},
+		"no zone":                   {`"zones":[{"id":"mem0",`, `"zones":[],"no":[{`, "unknown field"},
+		"RAM outside of the zone":   {`"size":0,"thp"`, `"size":4096,"thp"`, "Memory configuration is not valid"},
+		"a base that is shared":     {`"shared":false`, `"shared":true`, "changes the base"},
+		"no base":                   {`/base"`, `/bass"`, "No such file or directory (os error 2)"},
+		"no kernel":                 {`/kernel"`, `/colonel"`, "Cannot open kernel file"},
+		"a kernel that is none":     {`/kernel"`, `/disk"`, "Invalid bzImage"},
+		"a special CID":             {`"cid":3`, `"cid":2`, "2 is a special VSOCK CID"},
+		"an id twice":               {`"vsock0"`, `"disk0"`, "Identifier disk0 is not unique"},
+		"no id":                     {`"vsock0"`, `""`, "is not unique"},
+		"no disk":                   {`/disk"`, `/disc"`, "Cannot open disk path"},
+		"a disk of a guessed type":  {`"Raw"`, `"Unknown"`, "raw disks only"},
+		"a serial number too long":  {`"own"`, `"` + strings.Repeat("x", 21) + `"`, "exceeds maximum allowed length"},
+		"a queue for no vCPU":       {`"num_queues":1`, `"num_queues":2`, "must not exceed boot vCPUs"},
+		"an odd queue":              {`"queue_size":128`, `"queue_size":127`, "power of 2"},
+		"a console":                 {`"console":{"mode":"Off"`, `"console":{"mode":"Tty"`, "no console"},
+		"a rule for no file":        {`[{"path":"`, `[{"path":"/nowhere`, "does not exist"},
+		"a rule for anything":       {`"access":"rw"`, `"access":"rwx"`, "Invalid landlock access"},
+		"a memfd under Landlock":    {`/dev/urandom`, fmt.Sprintf("/proc/self/fd/%d", memfd), "failed to add a rule"},
 	} {
-		p.want(400, chainOf("Failed to deserialize JSON", words), "PUT", "vm.create", body)
-	}
-	failed := func(words ...string) string {
-		return chainOf(append([]string{"Error from API", "The VM could not be restored", "Cannot restore VM"}, words...)...)
-	}
-	const receive = "Failed to receive migratable component snapshot"
-	p.want(500, failed("Failed to send migratable component snapshot", "Could not extract path from URL: /x"), "PUT", "vm.restore", object{"source_url": "/x"})
-	p.want(500, failed("Failed to send migratable component snapshot", `Destination is not a directory: "/nowhere"`), "PUT", "vm.restore", url("/nowhere"))
-	p.want(500, failed(receive, fmt.Sprintf("Error opening VM config snapshot file %q", p.path("config.json")), "No such file or directory (os error 2)"), "PUT", "vm.restore", url(p.dir))
-	p.file("config.json", 5, `{"mem`)
-	p.want(500, failed(receive, "Error deserialising VM config snapshot", "EOF while parsing a string at line 1 column 5"), "PUT", "vm.restore", url(p.dir))
-	p.file("config.json", 2, `{}`)
-	for state, words := range map[string][]string{
-		"":                             {receive, "Error deserialising VM state snapshot", "EOF while parsing a value at line 1 column 0"},
-		`{"snapshots":{},"snapshot_da`: {receive, "Error deserialising VM state snapshot", "EOF while parsing a string at line 1 column 28"},
-		`this is no state`:             {receive, "Error deserialising VM state snapshot", "expected ident at line 1 column 2"},
-		`{"snapshots":{}}`:             {"Failed to restore migratable component", "Could not find VM config snapshot section"},
-		`{"snapshots":{},"snapshot_data":{"state":"{}"}}`: {"Failed to restore migratable component", "Error deserialising: missing field `common_cpuid` at line 1 column 2"},
-	} {
-		p.file("state.json", int64(len(state)), state)
-		p.want(500, failed(words...), "PUT", "vm.restore", url(p.dir))
-	}
-	p.want(400, `["Bad Request"]`, "PUT", "vm.restore", object{"source_url": "file://" + p.dir, "net_fds": []object{{"id": "net0", "num_fds": 1}}})
-	p.want(200, "", "PUT", "vmm.shutdown", nil)
-	p.exits(0)
-	if got, want := p.seen(), []string{"vmm starting", "vm booting", "vmm shutdown"}; !slices.Equal(got, want) {
-		t.Errorf("the events are %q, want %q", got, want)
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := newFake(t)
+			config := strings.Replace(f.config(), c.old, c.new, 1)
+			if config == f.config() {
+				t.Fatalf("the configuration has no %s", c.old)
+			}
+			got := f.put("vm.create", config)
+			if got == "" {
+				got = f.put("vm.boot", "")
+			}
+			if !strings.Contains(got, c.words) || got == "" {
+				t.Errorf("it says %q, want %q", got, c.words)
+			}
+		})
 	}
 }
 
-func TestStates(t *testing.T) {
+// TestRefusesCalls makes calls in states in which they are refused, and with bodies and descriptors that are wrong.
+func TestRefusesCalls(t *testing.T) {
 	t.Parallel()
-	program := testvm.BuildFakeCloudHypervisor(t).Path
-	p := start(t, program)
-	c := p.config(p.file("base", ramBytes, ""))
-	p.ok("vm.create", c)
-	p.want(500, chainOf("Error from API", "The VM could not be created", "VM is already created"), "PUT", "vm.create", c)
-	if got := p.state(); got != "Created" {
-		t.Errorf("the state is %s", got)
-	}
-	p.ok("vm.boot", nil)
-	p.want(500, chainOf("Error from API", "The VM could not boot", "VM is already created"), "PUT", "vm.boot", nil)
-	p.want(500, chainOf("Error from API", "The VM could not resume", "Cannot resume VM", "Failed to resume migratable component", "Invalid transition: InvalidStateTransition(Running, Running)"), "PUT", "vm.resume", nil)
-	p.want(500, chainOf("Error from API", "The VM could not be snapshotted", "Cannot snapshot VM", "Failed to snapshot migratable component", "Trying to snapshot while VM is running"), "PUT", "vm.snapshot", object{"destination_url": "file://" + p.dir})
-	if got := p.ask("inc"); got != "1" {
-		t.Errorf("the guest counts %s", got)
-	}
-	p.ok("vm.pause", nil)
-	if got := p.state(); got != "Paused" {
-		t.Errorf("the state is %s", got)
-	}
-	p.want(500, chainOf("Error from API", "The VM could not be paused", "Cannot pause VM", "Failed to pause migratable component", "Invalid transition: InvalidStateTransition(Paused, Paused)"), "PUT", "vm.pause", nil)
-	p.ok("vm.resume", nil)
-	p.ok("vm.shutdown", nil)
-	if _, err := os.Stat(p.path("vsock")); err == nil {
-		t.Error("the socket of the vsock is left")
-	}
-	p.ok("vm.delete", nil)
-	if err := p.cmd.Process.Signal(unix.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
-	p.exits(0)
-	want := []string{
-		"vmm starting", "vm booting", "vm booted", "vm resuming", "vm snapshotting", "vm pausing", "vm paused", "vm pausing",
-		"vm resuming", "vm resumed", "vm shutdown", "vm deleted", "vmm shutdown",
-	}
-	if got := p.seen(); !slices.Equal(got, want) {
-		t.Errorf("the events are %q, want %q", got, want)
-	}
+	f := newFake(t)
+	const net0 = `{"id":"net0","mac":"02:00:00:00:00:01","fds":[-1],"num_queues":2,"queue_size":256}`
+	f.refuses("an unknown call", `404 ["Not Found"]`, "vm.nothing", "")
+	f.refuses("a call of another method", `400 ["Bad Request"]`, "vm.info", "")
+	f.refuses("nothing", `404 ["Error from API","The VM could not boot","VM config is missing"]`, "vm.boot", "")
+	f.refuses("nothing", "VM is not running", "vm.pause", "")
+	f.refuses("nothing", "VM is not created", "vm.add-net", net0)
+	f.ok("vm.create", f.config())
+	f.refuses("a second VM", "VM is already created", "vm.create", f.config())
+	f.refuses("a card without a tap", "does not match the number of FDs (0)", "vm.add-net", net0)
+	f.refuses("a body where there is none", `400 ["Bad Request"]`, "vm.boot", "{}")
+	f.refuses("no body where there is one", `400 ["Bad Request"]`, "vm.snapshot", "")
+	f.ok("vm.boot", "")
+	f.refuses("a VM that runs", "VM is already created", "vm.boot", "")
+	f.refuses("a VM that runs", "InvalidStateTransition(Running, Running)", "vm.resume", "")
+	f.refuses("a VM that runs", "Trying to snapshot while VM is running", "vm.snapshot", `{"destination_url":"file://`+f.dir+`"}`)
+	f.refuses("a disk that is not there", "Failed to find device", "vm.resize-disk", `{"id":"disk1","desired_size":4096}`)
+	f.refuses("half a sector", "not a multiple of 512", "vm.resize-disk", `{"id":"disk0","desired_size":4097}`)
+	f.ok("vm.pause", "")
+	f.refuses("a paused VM", "InvalidStateTransition(Paused, Paused)", "vm.pause", "")
+	// Another VM that writes to the same disk cannot lock it.
+	two := newFake(t)
+	two.ok("vm.create", strings.Replace(two.config(), two.path("disk"), f.path("disk"), 1))
+	two.refuses("a disk of another VM", "The file is already locked", "vm.boot", "")
+	// What is no tap is not taken for one.
+	three := newFake(t)
+	three.ok("vm.create", three.config())
+	three.ok("vm.add-net", net0, three.events.fd)
+	three.refuses("a card twice", "Identifier net0 is not unique", "vm.add-net", net0, three.events.fd)
+	three.refuses("a tap that is none", "Using existing tap", "vm.boot", "")
 }
 
-// TestBootFails has VMs that cannot be made: the words come from the source.
-func TestBootFails(t *testing.T) {
+// TestRefusesSnapshots: a restore takes only what a snapshot has saved, except for one flag of the clock.
+func TestRefusesSnapshots(t *testing.T) {
 	t.Parallel()
-	program := testvm.BuildFakeCloudHypervisor(t).Path
-	for name, c := range map[string]struct {
-		change func(p *process, c object)
-		words  []string
-	}{
-		"no base": {func(_ *process, c object) {
-			c["memory"] = object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": "/nowhere"}}}
-		}, []string{"Memory manager error", "Failed to stat filesystem", "No such file or directory (os error 2)"}},
-		"a directory for a base": {func(_ *process, c object) {
-			c["memory"] = object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": "/tmp"}}}
-		}, []string{"Memory manager error", "Using a directory as a backing file for memory is not supported"}},
-		"no zones": {func(_ *process, c object) { c["memory"] = object{"size": 0} }, []string{"Memory manager error", "No memory zones found"}},
-		"no kernel": {func(_ *process, c object) { c["payload"] = object{"kernel": "/nowhere"} }, []string{
-			"Cannot open kernel file", "No such file or directory (os error 2)",
-		}},
-		"no kernel but a file": {func(p *process, c object) { c["payload"] = object{"kernel": p.path("disk")} }, []string{
-			"Cannot load the kernel into memory", "Kernel Loader: failed to load bzImage kernel image: Kernel Loader: Invalid bzImage", "Kernel Loader: Invalid bzImage",
-		}},
-		"no payload": {func(_ *process, c object) { delete(c, "payload") }, []string{
-			"Failed to validate config", "Payload configuration is not bootable", "No bootitem provided: neither firmware nor kernel",
-		}},
-		"a special CID": {func(_ *process, c object) { c["vsock"] = object{"cid": 2, "socket": "/x"} }, []string{
-			"Failed to validate config", "2 is a special VSOCK CID",
-		}},
-		"a vsock that is there": {func(p *process, _ object) { p.file("vsock", 0, "") }, []string{
-			"Error from device manager", "Cannot create virtio-vsock backend", "Error binding to the host-side Unix socket", "Address already in use (os error 98)",
-		}},
-		"no disk": {func(_ *process, c object) { c["disks"] = []object{{"path": "/nowhere"}} }, []string{
-			"Error from device manager", "Cannot open disk path", "I/O error (path=/nowhere op=open)", "No such file or directory (os error 2)",
-		}},
-		"a disk of another type": {func(p *process, c object) {
-			c["disks"] = []object{{"path": p.path("disk"), "image_type": "Qcow2"}}
-		}, []string{"Error from device manager", "Disk image type does not match expected type: specified = qcow2, detected = raw"}},
-		"an id twice": {func(p *process, c object) {
-			c["disks"] = []object{{"id": "a", "path": p.path("disk")}, {"id": "a", "path": p.path("disk")}}
-		}, []string{"Failed to validate config", "Identifier a is not unique"}},
-	} {
-		p := start(t, program)
-		config := p.config(p.file("base", ramBytes, ""))
-		c.change(p, config)
-		p.ok("vm.create", config)
-		p.want(500, chainOf(append([]string{"Error from API", "The VM could not boot"}, c.words...)...), "PUT", "vm.boot", nil)
-		if got := p.state(); got != "Created" {
-			t.Errorf("%s: the state is %s", name, got)
-		}
+	source := newFake(t)
+	source.ok("vm.create", source.config())
+	source.ok("vm.boot", "")
+	source.ok("vm.pause", "")
+	source.file("memory-ranges", 0, "")
+	to := `{"destination_url":"file://` + source.dir + `"}`
+	placeholder := fmt.Sprintf(`"Error creating memory snapshot file \"%s\"","File exists (os error 17)"]`, source.path("memory-ranges"))
+	source.refuses("a placeholder", placeholder, "vm.snapshot", to)
+	source.refuses("a state that is there", `"Error creating VM config snapshot file","File exists (os error 17)"]`, "vm.snapshot", to)
+	state, err := os.ReadFile(source.path("state.json"))
+	if err != nil || !json.Valid(state) {
+		t.Fatalf("the state is %q, %v", state, err)
 	}
-	// A disk that another VM writes is locked, and the VM that could not lock it is there, good for nothing.
-	one, two := booted(t, program), start(t, program)
-	config := two.config(two.file("base", ramBytes, ""))
-	config["disks"] = []object{{"id": "root", "path": one.path("disk"), "image_type": "Raw"}}
-	two.ok("vm.create", config)
-	two.want(500, chainOf("Error from API", "The VM could not boot", "Error locking disk images: Another instance likely holds a lock",
-		"Cannot lock images of all block devices", "Failed to get Write lock for disk image: "+one.path("disk"), "The file is already locked"), "PUT", "vm.boot", nil)
-	two.want(500, chainOf("Error from API", "The VM could not boot", "VM is already created"), "PUT", "vm.boot", nil)
-}
-
-func TestVsock(t *testing.T) {
-	t.Parallel()
-	p := booted(t, testvm.BuildFakeCloudHypervisor(t).Path)
-	for _, port := range []string{"1025", "x", "", strings.Repeat("1", 40)} {
-		_, lines := p.dial(port)
-		if b, err := io.ReadAll(lines); err != nil && !errors.Is(err, unix.ECONNRESET) || len(b) > 0 {
-			t.Errorf("CONNECT %s: got %q, %v, want the end", port, b, err)
-		}
-	}
-	p.ok("vm.pause", nil)
-	conn, lines := p.dial("1024")
-	if err := conn.SetReadDeadline(time.Now().Add(100 * time.Millisecond)); err != nil {
-		t.Fatal(err)
-	}
-	if b, err := lines.ReadString('\n'); !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Errorf("CONNECT to a paused VM: got %q, %v", b, err)
-	}
-	if err := conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
-		t.Fatal(err)
-	}
-	p.ok("vm.resume", nil)
-	if b, err := lines.ReadString('\n'); err != nil || !strings.HasPrefix(b, "OK ") {
-		t.Errorf("CONNECT after the pause: got %q, %v", b, err)
-	}
-	if _, err := fmt.Fprintln(conn, "hi you"); err != nil {
-		t.Fatal(err)
-	}
-	if b, err := lines.ReadString('\n'); err != nil || b != "hi you\n" {
-		t.Errorf("the guest says %q, %v", b, err)
-	}
-}
-
-// TestEnds ends VMs from within: one that powers off ends the process, one that was reset boots again.
-func TestEnds(t *testing.T) {
-	t.Parallel()
-	program := testvm.BuildFakeCloudHypervisor(t).Path
-	p := booted(t, program)
-	p.ask("say famous last words")
-	p.order("off")
-	p.exits(0)
-	if b, err := os.ReadFile(p.path("serial")); err != nil || string(b) != "famous last words\r\n" {
-		t.Errorf("the console has %q, %v", b, err)
-	}
-	if got, want := p.seen(), []string{"vmm starting", "vm booting", "vm booted", "vm shutdown", "vm deleted", "vmm shutdown"}; !slices.Equal(got, want) {
-		t.Errorf("the events are %q, want %q", got, want)
-	}
-	p = booted(t, program)
-	p.ask("inc")
-	p.order("crash")
-	eventually.True(t, "it has rebooted", func() bool { return slices.Contains(p.seen(), "vm rebooted") })
-	if got := p.ask("count"); got != "0" {
-		t.Errorf("the guest counts %s after a reset", got)
-	}
-	if err := os.Remove(p.path("kernel")); err != nil {
-		t.Fatal(err)
-	}
-	p.order("crash")
-	p.exits(1)
-	if !strings.Contains(p.errs.String(), "Cannot open kernel file") {
-		t.Errorf("it says %q", p.errs.String())
-	}
-}
-
-func TestSerialSocket(t *testing.T) {
-	t.Parallel()
-	p := start(t, testvm.BuildFakeCloudHypervisor(t).Path)
-	c := p.config(p.file("base", ramBytes, ""))
-	c["serial"] = object{"mode": "Socket", "socket": p.path("serial")}
-	p.ok("vm.create", c)
-	p.ok("vm.boot", nil)
-	p.ask("say before anyone listens")
-	var d net.Dialer
-	for i := range 3 { // each takes the place of the one before
-		conn, err := d.DialContext(t.Context(), "unix", p.path("serial"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer conn.Close()
-		if i > 0 {
-			eventually.True(t, "the guest prints to the new client", func() bool {
-				p.ask("say before anyone listens")
-				_ = conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)) // fails only when it is closed
-				_, err := conn.Read(make([]byte, 1))
-				return err == nil
-			})
-			continue
-		}
-		if l, err := bufio.NewReader(conn).ReadString('\n'); err != nil || l != "before anyone listens\r\n" {
-			t.Errorf("the console says %q, %v", l, err)
-		}
-	}
-	p.want(200, "", "PUT", "vmm.shutdown", nil)
-	p.exits(0)
-	if _, err := os.Stat(p.path("serial")); err == nil {
-		t.Error("the console's socket is left")
-	}
-}
-
-// TestDescriptors passes files with requests: as many as are expected, and taps.
-func TestDescriptors(t *testing.T) {
-	t.Parallel()
-	p := start(t, testvm.BuildFakeCloudHypervisor(t).Path)
-	p.ok("vm.create", p.config(p.file("base", ramBytes, "")))
-	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: p.path("api"), Net: "unix"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
-	null, err := os.Open("/dev/null")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer null.Close()
-	body := `{"id":"net0","mac":"02:00:00:00:00:01"}`
-	req := fmt.Sprintf("PUT /api/v1/vm.add-net HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
-	if _, _, err := conn.WriteMsgUnix([]byte(req), unix.UnixRights(int(null.Fd())), nil); err != nil {
-		t.Fatal(err)
-	}
-	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	_ = resp.Body.Close()
-	if resp.StatusCode != http.StatusNoContent {
-		t.Errorf("vm.add-net is answered %d", resp.StatusCode)
-	}
-	p.want(500, chainOf("Error from API", "The network device could not be added to the VM", "Failed to validate config", "Identifier net0 is not unique"), "PUT", "vm.add-net", body)
-	code, b, err := p.call(http.MethodPut, "vm.boot", nil)
-	if err != nil || code != 500 || !strings.Contains(b, `"Using existing tap"`) {
-		t.Errorf("a VM whose tap is none: got %d %s, %v", code, b, err)
-	}
-}
-
-func TestFaults(t *testing.T) {
-	t.Parallel()
-	fake := testvm.BuildFakeCloudHypervisor(t)
-	ping := func(t *testing.T, fault string) (int, string, error) {
+	// restored restores from an edited state, with a file for memory that is one hole.
+	restored := func(t *testing.T, edit func(string) string, config func(string) string) (*fake, string) {
 		t.Helper()
-		p := start(t, fake.With(t, fault))
-		return p.call(http.MethodGet, "vmm.ping", nil)
+		f := newFake(t)
+		f.file("memory-ranges", ramBytes, "")
+		own := config(f.config())
+		edited := edit(string(state))
+		f.file("config.json", int64(len(own)), own)
+		f.file("state.json", int64(len(edited)), edited)
+		return f, f.put("vm.restore", `{"source_url":"file://`+f.dir+`"}`)
 	}
-	for fault, want := range map[string]string{"500:vmm.ping": "told to fail", "version=99.0": `"99.0.0"`, "500:vmm.ping@2": `"53.0.0"`} {
-		if _, b, err := ping(t, fault); err != nil || !strings.Contains(b, want) {
-			t.Errorf("%s: got %q, %v", fault, b, err)
+	same := func(s string) string { return s }
+	replace := func(old, with string) func(string) string {
+		return func(s string) string {
+			if !strings.Contains(s, old) {
+				t.Errorf("%s has no %s", s, old)
+			}
+			return strings.Replace(s, old, with, 1)
 		}
 	}
-	if _, b, err := ping(t, "cut:vmm.ping"); err != nil || json.Valid([]byte(b)) {
-		t.Errorf("a cut answer is %q, %v", b, err)
-	}
-	for _, fault := range []string{"drop:vmm.ping", "garbage:vmm.ping", "die:vmm.ping"} {
-		if _, b, err := ping(t, fault); err == nil {
-			t.Errorf("%s: got %q", fault, b)
+	const clock = `\"clock\":{\"Kvm\":[`
+	flag := func(s string) string {
+		before, after, _ := strings.Cut(s, clock)
+		numbers := strings.SplitN(after, ",", clockFlags+2)
+		if numbers[clockFlags] != "14" {
+			t.Errorf("the flags of the clock are %s", numbers[clockFlags])
 		}
+		numbers[clockFlags] = "10"
+		return before + clock + strings.Join(numbers, ",")
 	}
-	if _, b, err := ping(t, "endless:vmm.ping"); err != nil || len(b) != 8*mib {
-		t.Errorf("an endless answer has %d bytes, %v", len(b), err)
+	for name, c := range map[string]struct {
+		edit, config func(string) string
+		words        string
+	}{
+		"nothing changed":           {same, same, ""},
+		"the flag of the clock":     {flag, same, ""},
+		"a number that lost digits": {replace("18446744073709551615", "18446744073709552000"), same, "more differs"},
+		"one of the vCPU": {func(s string) string {
+			return strings.ReplaceAll(s, `\"rax\":18446744073709551615`, `\"rax\":18446744073709552000`)
+		}, same, "more differs"},
+		"a device less":        {replace(`"disk0":{`, `"disk1":{`), same, "more differs"},
+		"no sum":               {replace(sumNode, "_other"), same, "was not made by it"},
+		"cut off":              {func(s string) string { return s[:len(s)/2] }, same, "Error deserialising VM state snapshot"},
+		"another device":       {same, replace(`"disk0"`, `"disk1"`), "the devices are"},
+		"other RAM":            {same, replace(fmt.Sprint(ramBytes), fmt.Sprint(ramBytes/2)), "RAM is in"},
+		"a card without a tap": {same, replace(`"rng"`, `"net":[{"id":"net0","mac":"02:00:00:00:00:01","fds":[-1],"num_queues":2,"queue_size":256}],"rng"`), "Net FDs passed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f, got := restored(t, c.edit, c.config)
+			if !strings.Contains(got, c.words) || (got == "") != (c.words == "") {
+				t.Fatalf("it says %q, want %q", got, c.words)
+			}
+			if got == "" {
+				f.ok("vm.resume", "")
+				conn, err := net.Dial("unix", f.path("vsock"))
+				if err != nil {
+					t.Fatal(err)
+				}
+				_ = conn.Close()
+			} else if f.vm != nil {
+				t.Error("there is a VM")
+			}
+		})
 	}
-	for _, args := range [][]string{{"--version"}, {"-V", "-v"}} {
-		out, err := exec.CommandContext(t.Context(), fake.With(t, "version=52.0"), args...).Output()
-		if err != nil || !strings.HasPrefix(string(out), "cloud-hypervisor v52.0\nMigration Protocol Versions: 0\n") {
-			t.Errorf("%q: got %q, %v", args, out, err)
+	late, got := restored(t, same, same)
+	if got != "" {
+		t.Fatal(got)
+	}
+	late.vm.memory.maps[0].mem[0]++ // from outside, after the devices have read their positions
+	late.ok("vm.resume", "")
+	if conn, err := net.Dial("unix", late.path("vsock")); err == nil {
+		t.Error("a guest whose memory came after the restore has its channel", conn.Close())
+	}
+}
+
+// TestDamagedCommands: a CONNECT that is wrong gets no answer.
+func TestDamagedCommands(t *testing.T) {
+	t.Parallel()
+	for command, want := range map[string]bool{
+		"CONNECT 1024\n": true, "connect 1024\nhello": true, "CONNECT x\n": false, "CONNECT \n": false, "HELLO 1024\n": false,
+		"CONNECT 1024": false, "CONNECT " + strings.Repeat("1", 40) + "\n": false,
+	} {
+		if port, ok := readCommand(strings.NewReader(command)); ok != want || ok && port != 1024 {
+			t.Errorf("%q: %d, %v", command, port, ok)
 		}
-	}
-	hangs := start(t, fake.With(t, "hang:vm.info"))
-	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost/api/v1/vm.info", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if resp, err := hangs.client.Do(req); err == nil {
-		_ = resp.Body.Close()
-		t.Error("a call that hangs was answered")
-	}
-	req, err = http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost/api/v1/vmm.ping", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if resp, err := hangs.client.Do(req); err == nil {
-		_ = resp.Body.Close()
-		t.Error("a ping was answered while a call hangs")
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-// faults are what is to go wrong:
+// faults are what shall go wrong:
 //
 //	hang:CALL        the call, vm.restore for example, is never answered, and with it no other. hang:start: nothing is served at all
 //	die:CALL         the process is killed in the call. die:start: it ends before it serves
@@ -18,8 +18,8 @@ import (
 //	version=N        another version, 52.0 for example
 //	garbage-version  --version prints rubbish
 //	snapshot-config-only     vm.snapshot fails after config.json
-//	snapshot-overwrites      vm.snapshot takes a memory-ranges that is there for its own and succeeds
-//	snapshot-other-words     EEXIST is put in other words
+//	snapshot-overwrites      vm.snapshot succeeds although there is a memory-ranges
+//	snapshot-other-words     EEXIST has other words
 //	snapshot-cut             state.json is cut off
 //	events-silent    the event monitor gets nothing
 //	vsock-silent     CONNECT is never answered

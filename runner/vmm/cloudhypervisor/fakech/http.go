@@ -1,185 +1,139 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
-	"strconv"
+	"io"
+	"net"
+	"net/http"
 	"strings"
-	"sync"
 
 	"golang.org/x/sys/unix"
 )
 
 const (
-	maxConnections = 10
-	maxPayload     = 51200
-	maxLine        = 1024 // of a request line or a header
-	apiRoot        = "/api/v1/"
+	maxPayload = 51200
+	apiRoot    = "/api/v1/"
 )
 
-// request is what a client asks for.
+// request is a call of a client.
 type request struct {
-	method, path string
-	body         []byte // nil where there is none: an empty one is none
-	files        []int
+	method, name string
+	body         []byte // nil without a body
+	files        []int  // the descriptors that came with it
 }
 
-// response is what it gets.
+// response is the answer.
 type response struct {
 	status int
-	body   []byte // nil where there is none
-	server string
+	body   []byte
 	fault  string // how the answer goes wrong
 }
 
-// server is the HTTP server: one thread, which reads requests in the order of their arrival, and carries out one at a time. A client that
-// has hung up before its request was read has not made it.
-type server struct {
-	vmm      *vmm
-	listener int
-
-	epoll   int
-	conns   map[int]*connection
-	answers sync.WaitGroup // that are being written
-}
-
-// connection is a client.
-type connection struct {
-	fd    int
-	buf   []byte
-	files []int // that came with the request that is being read
-}
-
-// run serves until the process ends.
-func (s *server) run() {
-	s.conns = make(map[int]*connection)
-	var err error
-	if s.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err == nil {
-		err = s.watch(s.listener)
-	}
-	for list := make([]unix.EpollEvent, maxConnections+2); err == nil; {
-		var n int
-		if n, err = unix.EpollWait(s.epoll, list, -1); errors.Is(err, unix.EINTR) {
-			err = nil
-			continue
-		}
-		err = errors.Join(err, s.dispatch(list[:max(n, 0)]))
-	}
-	s.vmm.turn.Lock()
-	defer s.vmm.turn.Unlock()
-	s.vmm.end(wrap("fakech: the server broke", err))
-}
-
-func (s *server) watch(fd int) error {
-	return unix.EpollCtl(s.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: int32(fd)})
-}
-
-func (s *server) dispatch(list []unix.EpollEvent) error {
-	type asked struct {
-		*connection
-		req request
-	}
-	var requests []asked
-	for _, e := range list {
-		if int(e.Fd) == s.listener {
-			if err := s.accept(); err != nil {
-				return err
-			}
-			continue
-		}
-		c := s.conns[int(e.Fd)]
-		if e.Events&(unix.EPOLLERR|unix.EPOLLHUP|unix.EPOLLRDHUP) != 0 || c.fill() != nil {
-			s.drop(c)
-			continue
-		}
-		for {
-			req, err := c.next()
-			if refused, ok := errors.AsType[parseError](err); ok {
-				c.buf = nil
-				c.write(response{status: 400, server: "Firecracker API", body: fmt.Appendf(nil,
-					"{ \"error\": \"%s\nAll previous unanswered requests will be dropped.\" }", string(refused))}.bytes())
-			}
-			if err != nil {
-				break
-			}
-			requests = append(requests, asked{c, req})
-		}
-	}
-	for _, r := range requests {
-		if s.answer(r.connection, r.req) != nil {
-			s.drop(r.connection)
-		}
-	}
-	return nil
-}
-
-func (s *server) accept() error {
-	fd, _, err := unix.Accept4(s.listener, unix.SOCK_CLOEXEC)
-	if err != nil {
-		return nil //nolint:nilerr // the client is gone
-	}
-	if len(s.conns) >= maxConnections {
-		(&connection{fd: fd}).write([]byte("HTTP/1.1 503\r\nServer: Firecracker API\r\nConnection: close\r\nContent-Length: 40\r\n\r\n{ \"error\": \"Too many open connections\" }"))
-		return unix.Close(fd)
-	}
-	s.conns[fd] = &connection{fd: fd}
-	return s.watch(fd)
-}
-
-func (s *server) drop(c *connection) {
-	if s.conns[c.fd] != c {
-		return
-	}
-	delete(s.conns, c.fd)
-	_ = unix.Close(c.fd) // whatever was written is written
-}
-
-// drain lets the answer out that is being written.
-func (s *server) drain() { s.answers.Wait() }
-
-// answer carries out a request when it is its turn.
-func (s *server) answer(c *connection, req request) error {
-	defer func() {
-		for _, fd := range req.files {
-			_ = unix.Close(fd) // the VM has its own copies
-		}
-	}()
-	s.vmm.turn.Lock()
-	if s.vmm.over {
-		s.vmm.turn.Unlock()
-		return os.ErrClosed
-	}
-	s.answers.Add(1)
-	defer s.answers.Done()
-	r := s.vmm.handle(req)
-	s.vmm.turn.Unlock()
-	return r.write(c)
-}
-
-// write writes all of it, unless the client hangs up. It reports whether it could.
-func (c *connection) write(b []byte) bool {
-	for len(b) > 0 {
-		n, err := unix.SendmsgN(c.fd, b, nil, nil, unix.MSG_NOSIGNAL)
+// serve answers one request at a time, in the order of the connections, until the process ends. A client that has hung
+// up before its request was read has not made it.
+func (v *vmm) serve(l *net.UnixListener) {
+	for {
+		conn, err := l.AcceptUnix()
 		if err != nil {
-			return false
+			v.exit <- wrap("fakech: the server broke", err)
+			return
 		}
-		b = b[n:]
+		v.converse(conn)
+		_ = conn.Close()
 	}
-	return true
 }
+
+// converse answers the requests of one client.
+func (v *vmm) converse(conn *net.UnixConn) {
+	in := &input{conn: conn}
+	for lines := bufio.NewReader(in); ; {
+		req, err := readRequest(lines)
+		req.files, in.files = in.files, nil
+		if err != nil || hungUp(conn) {
+			closeAll(req.files)
+			return
+		}
+		v.turn.Lock()
+		err = v.handle(req).write(conn)
+		v.turn.Unlock()
+		closeAll(req.files) // the VM has its own copies
+		if err != nil {
+			return
+		}
+	}
+}
+
+// input is a connection that keeps the descriptors that come with the bytes.
+type input struct {
+	conn  *net.UnixConn
+	files []int
+}
+
+func (in *input) Read(b []byte) (int, error) {
+	oob := make([]byte, unix.CmsgSpace(253*4))
+	n, oobn, _, _, err := in.conn.ReadMsgUnix(b, oob)
+	if err != nil {
+		return n, err
+	}
+	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
+	for i := range messages {
+		var fds []int
+		if fds, err = unix.ParseUnixRights(&messages[i]); err != nil {
+			break
+		}
+		in.files = append(in.files, fds...)
+	}
+	return n, err
+}
+
+func readRequest(from *bufio.Reader) (request, error) {
+	r, err := http.ReadRequest(from)
+	if err != nil {
+		return request{}, err
+	}
+	req := request{method: r.Method, name: strings.TrimPrefix(r.URL.Path, apiRoot)}
+	if r.ContentLength < 0 || r.ContentLength > maxPayload { // cloud-hypervisor takes chunks for requests
+		return req, fmt.Errorf("a payload of %d bytes", r.ContentLength)
+	}
+	if r.ContentLength > 0 {
+		req.body, err = io.ReadAll(r.Body)
+	}
+	return req, err
+}
+
+// hungUp reports whether the client has closed its end.
+func hungUp(conn *net.UnixConn) bool {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return true
+	}
+	gone := false
+	err = raw.Control(func(fd uintptr) {
+		list := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+		_, err := unix.Poll(list, 0)
+		gone = err == nil && list[0].Revents != 0
+	})
+	return gone || err != nil
+}
+
+func closeAll(files []int) {
+	for _, fd := range files {
+		_ = unix.Close(fd) // they were only passed on
+	}
+}
+
+// errDropped ends a connection in the middle of an answer.
+var errDropped = errors.New("dropped")
 
 // bytes is the response as it goes over the wire: without a reason after the status.
 func (r response) bytes() []byte {
 	var b bytes.Buffer
-	name := r.server
-	if name == "" {
-		name = "Cloud Hypervisor API"
-	}
-	fmt.Fprintf(&b, "HTTP/1.1 %d \r\nServer: %s\r\nConnection: keep-alive\r\n", r.status, name)
-	if r.status != 204 {
+	fmt.Fprintf(&b, "HTTP/1.1 %d \r\nServer: Cloud Hypervisor API\r\nConnection: keep-alive\r\n", r.status)
+	if r.status != http.StatusNoContent {
 		fmt.Fprintf(&b, "Content-Type: application/json\r\nContent-Length: %d\r\n", len(r.body))
 	}
 	b.WriteString("\r\n")
@@ -187,37 +141,29 @@ func (r response) bytes() []byte {
 	return b.Bytes()
 }
 
-// errDropped ends a connection in the middle of an answer.
-var errDropped = errors.New("dropped")
-
-func (r response) write(c *connection) error {
+func (r response) write(to io.Writer) error {
 	if r.fault != "" && len(r.body) < 2 { // there must be something to spoil
-		r.status, r.body = 200, []byte(`{"an answer": "to spoil"}`)
+		r.status, r.body = http.StatusOK, []byte(`{"an answer": "to spoil"}`)
 	}
-	var ok bool
 	switch r.fault {
 	case "cut":
 		r.body = r.body[:len(r.body)/2]
-		ok = c.write(r.bytes())
 	case "drop":
 		b := r.bytes()
-		c.write(b[:len(b)-len(r.body)/2])
+		_, _ = to.Write(b[:len(b)-len(r.body)/2])
 		return errDropped
 	case "garbage":
-		c.write([]byte("\x00\xff SSH-2.0-nothing of the kind\r\n\r\n"))
+		_, _ = to.Write([]byte("\x00\xff SSH-2.0-nothing of the kind\r\n\r\n"))
 		return errDropped
 	case "endless":
-		ok = c.write([]byte("HTTP/1.1 200 \r\nServer: Cloud Hypervisor API\r\nContent-Type: application/json\r\nContent-Length: 9000000000000\r\n\r\n[\""))
-		for more := bytes.Repeat([]byte("and so on "), 1000); ok; {
-			ok = c.write(more)
+		_, err := to.Write([]byte("HTTP/1.1 200 \r\nServer: Cloud Hypervisor API\r\nContent-Type: application/json\r\nContent-Length: 9000000000000\r\n\r\n[\""))
+		for more := bytes.Repeat([]byte("and so on "), 1000); err == nil; {
+			_, err = to.Write(more)
 		}
-	default:
-		ok = c.write(r.bytes())
+		return err
 	}
-	if !ok {
-		return errDropped
-	}
-	return nil
+	_, err := to.Write(r.bytes())
+	return err
 }
 
 // jsonError is an error of the API: an array of its words.
@@ -225,7 +171,7 @@ func jsonError(code int, c chain) response {
 	return response{status: code, body: encode([]string(c))}
 }
 
-// encode is JSON as serde writes it.
+// encode writes JSON as cloud-hypervisor does: without escapes for HTML.
 func encode(v any) []byte {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
@@ -236,123 +182,15 @@ func encode(v any) []byte {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n"))
 }
 
-// parseError is why a request is not understood.
-type parseError string
-
-func (e parseError) Error() string { return string(e) }
-
-// errMore is that a request is not there whole.
-var errMore = errors.New("more")
-
-// fill reads what is there.
-func (c *connection) fill() error {
-	b, oob := make([]byte, 1024), make([]byte, unix.CmsgSpace(253*4))
-	n, oobn, _, _, err := unix.Recvmsg(c.fd, b, oob, unix.MSG_CMSG_CLOEXEC)
-	if err != nil {
-		return err
+// decode reads JSON. A field that the fake does not know is an error, because it could change something.
+func decode(b []byte, v any) error {
+	dec := json.NewDecoder(bytes.NewReader(b))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(v); err != nil {
+		return chain{err.Error()}
 	}
-	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
-	if err != nil {
-		return err
+	if rest := bytes.TrimSpace(b[dec.InputOffset():]); len(rest) > 0 {
+		return chain{"trailing characters"}
 	}
-	for i := range messages {
-		fds, err := unix.ParseUnixRights(&messages[i])
-		if err != nil {
-			return err
-		}
-		c.files = append(c.files, fds...)
-	}
-	if n == 0 {
-		return os.ErrClosed
-	}
-	c.buf = append(c.buf, b[:n]...)
 	return nil
-}
-
-// nextLine cuts off a line, up to a CRLF.
-func nextLine(buf []byte, tooLong func(string) parseError) (string, []byte, error) {
-	if i := bytes.Index(buf, []byte("\r\n")); i >= 0 && i <= maxLine-2 {
-		return string(buf[:i]), buf[i+2:], nil
-	}
-	if len(buf) >= maxLine {
-		return "", nil, tooLong(string(buf[:maxLine]))
-	}
-	return "", nil, errMore
-}
-
-// next takes a request from what was read.
-func (c *connection) next() (request, error) {
-	var req request
-	l, buf, err := nextLine(c.buf, func(string) parseError { return "Invalid request." })
-	if err != nil {
-		return req, err
-	}
-	words := strings.SplitN(l, " ", 3)
-	if len(words) != 3 {
-		return req, parseError("Invalid request.")
-	}
-	req.method = words[0]
-	switch req.method {
-	case "GET", "PUT", "PATCH":
-	default:
-		return req, parseError("Invalid HTTP Method: Unsupported HTTP method.")
-	}
-	if words[1] == "" {
-		return req, parseError("Invalid URI: Empty URI not allowed.")
-	}
-	if words[2] != "HTTP/1.1" && words[2] != "HTTP/1.0" {
-		return req, parseError("Invalid HTTP Version: Unsupported HTTP version.")
-	}
-	req.path = words[1]
-	if rest, ok := strings.CutPrefix(req.path, "http://"); ok {
-		_, path, _ := strings.Cut(rest, "/")
-		req.path = "/" + path
-	}
-	length := 0
-	for {
-		if l, buf, err = nextLine(buf, func(s string) parseError {
-			return parseError("Invalid header. Reason: Invalid content length. Header: " + s)
-		}); err != nil {
-			return req, err
-		}
-		if l == "" {
-			break
-		}
-		if length, err = header(l, length); err != nil {
-			return req, err
-		}
-	}
-	if length > maxPayload {
-		return req, parseError(fmt.Sprintf("Request payload with size %d is larger than the limit of %d allowed by server.", length, maxPayload))
-	}
-	if len(buf) < length {
-		return req, errMore
-	}
-	if length > 0 {
-		req.body = bytes.Clone(buf[:length])
-	}
-	c.buf = bytes.Clone(buf[length:])
-	req.files, c.files = c.files, nil
-	return req, nil
-}
-
-// header reads a header, and returns the length of the body as it is known then.
-func header(l string, length int) (int, error) {
-	name, value, ok := strings.Cut(l, ":")
-	if !ok {
-		return 0, parseError("Invalid header. Reason: Header is incorrectly formatted. Key: " + l)
-	}
-	switch strings.ToLower(strings.TrimSpace(name)) {
-	case "transfer-encoding":
-		if strings.TrimSpace(value) == "chunked" { // chunks are taken for requests
-			return 0, parseError("Invalid request.")
-		}
-	case "content-length":
-		n, err := strconv.ParseUint(strings.TrimSpace(value), 10, 31)
-		if err != nil {
-			return 0, parseError(fmt.Sprintf("Invalid header. Reason: Invalid value. Key:%s; Value:%s", name, value))
-		}
-		return int(n), nil
-	}
-	return length, nil
 }

@@ -18,7 +18,8 @@ const (
 	firstHostPort = 1 << 30
 )
 
-// vsock is the host's side of the device, and in the place of the guest's kernel the queue of connections to the agent's port.
+// vsock is the host's side of the device, and has the queue of connections to the agent's port, which in a real guest is
+// the kernel's.
 type vsock struct {
 	path     string
 	listener *net.UnixListener
@@ -26,12 +27,12 @@ type vsock struct {
 	faults   faults
 	incoming chan net.Conn
 
-	mu     sync.Mutex // guards what follows
+	mu     sync.Mutex // guards the fields below
 	closed chan struct{}
 	ended  bool
-	next   uint32
-	began  int                      // CONNECTs that were read
-	conns  map[*net.UnixConn]uint32 // by the host's port; 0 before the guest has accepted
+	next   uint32 // port of the host
+	began  int    // CONNECTs that were read
+	conns  map[*net.UnixConn]bool
 }
 
 func newVsock(path string, f faults) (*vsock, error) {
@@ -42,11 +43,11 @@ func newVsock(path string, f faults) (*vsock, error) {
 	l.SetUnlinkOnClose(false)
 	return &vsock{
 		path: path, listener: l, faults: f, incoming: make(chan net.Conn, 128), closed: make(chan struct{}),
-		next: firstHostPort, conns: map[*net.UnixConn]uint32{},
+		next: firstHostPort, conns: map[*net.UnixConn]bool{},
 	}, nil
 }
 
-// run serves the host. Nothing is read from it while the VM stands still.
+// run serves the host. Nothing is read from it while the VM is paused.
 func (v *vsock) run(c *cpu.CPU) {
 	v.cpu = c
 	go func() {
@@ -61,7 +62,7 @@ func (v *vsock) run(c *cpu.CPU) {
 				_ = conn.Close()
 				return
 			}
-			v.conns[conn] = 0
+			v.conns[conn] = true
 			v.mu.Unlock()
 			go v.connect(conn)
 		}
@@ -75,7 +76,7 @@ func (v *vsock) drop(conn *net.UnixConn) {
 	_ = conn.Close()
 }
 
-// connect answers a CONNECT. Whatever is wrong ends the connection without a word.
+// connect answers a CONNECT. A bad one ends the connection without an answer.
 func (v *vsock) connect(conn *net.UnixConn) {
 	gated := v.cpu.Gate(conn)
 	port, ok := readCommand(gated)
@@ -94,11 +95,6 @@ func (v *vsock) connect(conn *net.UnixConn) {
 	v.mu.Lock()
 	host := v.next
 	v.next++
-	if v.ended {
-		v.mu.Unlock()
-		return
-	}
-	v.conns[conn] = host
 	v.mu.Unlock()
 	if _, err := io.WriteString(gated, "OK "+strconv.Itoa(int(host))+"\n"); err != nil {
 		v.drop(conn)
@@ -110,7 +106,7 @@ func (v *vsock) connect(conn *net.UnixConn) {
 	}
 }
 
-// readCommand reads a byte at a time: what follows the line feed is the guest's.
+// readCommand reads byte by byte: the bytes after the line feed are for the guest.
 func readCommand(r io.Reader) (port uint64, ok bool) {
 	var line []byte
 	for b := make([]byte, 1); len(line) < maxCommand; {
@@ -139,7 +135,7 @@ func (s *stream) Close() error {
 	return nil
 }
 
-// accept is what the guest's program does.
+// accept is called by the guest's program.
 func (v *vsock) accept(ctx context.Context) (io.ReadWriteCloser, error) {
 	select {
 	case conn := <-v.incoming:
@@ -149,19 +145,6 @@ func (v *vsock) accept(ctx context.Context) (io.ReadWriteCloser, error) {
 	case <-v.closed:
 		return nil, net.ErrClosed
 	}
-}
-
-// connections are the pairs of ports that the guest believes in.
-func (v *vsock) connections() [][2]uint32 {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	out := [][2]uint32{}
-	for _, host := range v.conns {
-		if host != 0 {
-			out = append(out, [2]uint32{host, guestapi.VsockPort})
-		}
-	}
-	return out
 }
 
 func (v *vsock) close() {
