@@ -77,7 +77,7 @@ func (in *input) Read(b []byte) (int, error) {
 	oob := make([]byte, unix.CmsgSpace(253*4))
 	n, oobn, _, _, err := in.conn.ReadMsgUnix(b, oob)
 	if err != nil {
-		return n, err
+		return max(n, 0), err // after a reset of the connection, n is negative
 	}
 	messages, err := unix.ParseSocketControlMessage(oob[:oobn])
 	for i := range messages {
