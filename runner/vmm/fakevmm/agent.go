@@ -20,9 +20,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Agent is a guest that speaks the real guest protocol: handshake, control routes with evidence, sessions of a few built-in
-// commands, files. It has a workload that freezes, a random generator that clones share until they are resealed, and an
-// identity. See command for what its sessions can run.
+// Agent is a guest that speaks the real guest protocol: handshake, control routes with evidence, sessions of a few
+// commands, and files. It has a workload that freezes, a random generator that clones share until they are resealed, and
+// an identity. It has what the tests of runners need; controller/runnertest has a guest for the tests of clients.
 func Agent(ctx context.Context, c *Computer) {
 	a := &agent{c: c, change: make(chan struct{})}
 	if a.update(a.boot) != nil {
@@ -32,10 +32,7 @@ func Agent(ctx context.Context, c *Computer) {
 		Handler: a.routes(), ReadHeaderTimeout: 30 * time.Second, MaxHeaderBytes: 16 << 10,
 		ErrorLog: log.New(io.Discard, "", 0), BaseContext: linkContext,
 	}
-	var wg sync.WaitGroup
-	defer wg.Wait()
 	defer server.Close()
-	wg.Go(func() { a.keepTime(ctx) })
 	for {
 		conn, err := c.Accept(ctx)
 		if err != nil {
@@ -67,8 +64,6 @@ type agentState struct {
 	Random   []byte // the key of the random generator
 	Drawn    uint64 // how often it was used under this key
 	Identity core.Identity
-	Token    string
-	Env      map[string]string
 
 	Counter  int64 // of the command inc
 	Files    map[string]file
@@ -267,20 +262,12 @@ func (a *agent) routes() http.Handler {
 	public(http.MethodGet, guestapi.PathSessionWait, a.waitSession)
 	public(http.MethodGet, guestapi.PathSessionOutput, a.sessionOutput)
 	public(http.MethodPost, guestapi.PathSessionStdin, a.sessionStdin)
-	public(http.MethodPost, guestapi.PathSessionSignal, a.sessionSignal)
-	public(http.MethodPost, guestapi.PathSessionResize, a.sessionResize)
 	public(http.MethodGet, guestapi.PathSessionAttach, a.attachSession)
-	public(http.MethodPost, guestapi.PathSessionDeadline, a.sessionDeadline)
 	for _, path := range []string{guestapi.PathFiles, guestapi.PathFileContent} {
 		public(http.MethodGet, path, a.getFile)
 		public(http.MethodPut, path, a.putFile)
 		public(http.MethodDelete, path, a.deleteFile)
 	}
-	public(http.MethodPost, guestapi.PathMakeDir, a.makeDir)
-	public(http.MethodPost, guestapi.PathRename, a.rename)
-	public(http.MethodPost, guestapi.PathXAttrs, a.setXAttrs)
-	public(http.MethodGet, guestapi.PathProcesses, a.getProcesses)
-	public(http.MethodGet, guestapi.PathPorts, a.getPorts)
 	mux.Handle("/", a.handle(func(http.ResponseWriter, *http.Request) error {
 		return core.Errorf(core.NotFound, core.CodeRouteNotFound, "the agent has no such route")
 	}))

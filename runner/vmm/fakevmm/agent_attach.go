@@ -20,7 +20,7 @@ func (a *agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 	var offsets [2]int64
 	for i, name := range streams {
 		var err error
-		if offsets[i], err = intParam(r, name+"_offset", fromNow(r)); err != nil {
+		if offsets[i], err = intParam(r, name+"_offset"); err != nil {
 			return err
 		}
 	}
@@ -101,7 +101,7 @@ func (a *agent) attachInput(ctx context.Context, r *http.Request, conn *websocke
 		}
 		err = a.with(r, func(s *agentState, n *session) error {
 			if kind == websocket.MessageBinary {
-				return s.stdin(n, b, false, a.machine())
+				return s.stdin(n, b, false)
 			}
 			var m guestapi.AttachMessage
 			if err := json.Unmarshal(b, &m); err != nil {
@@ -109,14 +109,12 @@ func (a *agent) attachInput(ctx context.Context, r *http.Request, conn *websocke
 			}
 			switch m.Type {
 			case guestapi.AttachResize:
-				return n.resize()
-			case guestapi.AttachSignal:
-				return n.signal(m.Signal)
+				return nil
 			case guestapi.AttachCloseStdin:
 				if !n.StdinOpen {
 					return nil
 				}
-				return s.stdin(n, nil, true, a.machine())
+				return s.stdin(n, nil, true)
 			}
 			return core.Errorf(core.Invalid, core.CodeInvalidField, "the message type %q is not known", core.Clip(m.Type))
 		})

@@ -45,8 +45,7 @@ func (a *agent) health(w http.ResponseWriter, _ *http.Request) error {
 	if err := a.view(func(s *agentState) error {
 		out = guestapi.Health{
 			Version: guestapi.Version, BootNonce: s.BootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
-			UptimeS: a.c.Uptime().Seconds(), PID: 1, Sessions: s.running(), Kernel: "fake",
-			Features: []string{guestapi.FeatureFileWork, guestapi.FeatureSignalTarget, guestapi.FeatureFromNow, guestapi.FeatureDeadline},
+			UptimeS: a.c.Uptime().Seconds(), PID: 1, Sessions: len(s.workload()), Kernel: "fake",
 		}
 		return nil
 	}); err != nil {
@@ -74,7 +73,7 @@ func (a *agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 			return s.wrongState("quiesced")
 		}
 		out = guestapi.QuiesceResponse{
-			CaptureID: req.CaptureID, Generation: s.Generation, Processes: s.running(), StaleProcesses: []core.StaleProcess{},
+			CaptureID: req.CaptureID, Generation: s.Generation, Processes: len(s.workload()), StaleProcesses: []core.StaleProcess{},
 			Flushed: req.FlushMS > 0, Workload: s.workload(),
 		}
 		s.State, s.CaptureID, s.Reseeded, s.Quiesced = guestapi.StateFrozen, req.CaptureID, false, out

@@ -126,10 +126,6 @@ func (s *agentState) resealStep(name string, req guestapi.ResealRequest) core.Re
 		}
 		step.Evidence[guestapi.EvidenceDevice] = strconv.FormatInt(req.DiskBytes, 10)
 	case guestapi.StepState:
-		s.Token = req.Token
-		if req.Env != nil {
-			s.Env = req.Env
-		}
 		step.Evidence[guestapi.EvidenceTokenHash] = tokenHash(req.Token)
 	case guestapi.StepGeneration:
 		s.Identity.Generation = req.Identity.Generation

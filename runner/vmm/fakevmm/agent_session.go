@@ -3,88 +3,15 @@ package fakevmm
 import (
 	"context"
 	"io"
-	"maps"
 	"net/http"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
-
-// maxEnded is how many ended sessions are kept.
-const maxEnded = 32
-
-// machine returns the parts of the machine that a command needs. It is called within Do.
-func (a *agent) machine() machineView {
-	return machineView{now: a.c.Uptime(), disks: a.c.Disks(), off: a.c.PowerOff}
-}
-
-// keepTime ends sleeps and timeouts, by the guest's clock and while the workload is not frozen.
-func (a *agent) keepTime(ctx context.Context) {
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	for {
-		change := a.changed()
-		var next time.Duration // until something is due; 0 for nothing
-		due := false
-		if a.view(func(s *agentState) error {
-			next, due = s.nextDue(a.c.Uptime())
-			return nil
-		}) != nil {
-			return
-		}
-		if due {
-			if a.update(func(s *agentState) error {
-				m := a.machine()
-				for _, n := range s.Sessions {
-					s.advance(n, m)
-				}
-				return nil
-			}) != nil {
-				return
-			}
-			continue
-		}
-		if next > 0 {
-			timer.Reset(next)
-		} else {
-			timer.Stop()
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-change:
-		case <-timer.C:
-		}
-	}
-}
-
-// nextDue reports whether something is due now, or else after what time something will be.
-func (s *agentState) nextDue(now time.Duration) (next time.Duration, due bool) {
-	if s.State != guestapi.StateReleased {
-		return 0, false
-	}
-	for _, n := range s.Sessions {
-		if n.State != guestapi.SessionRunning {
-			continue
-		}
-		for _, at := range []time.Duration{n.WakeAt, n.KillAt} {
-			switch {
-			case at == 0:
-			case at <= now:
-				return 0, true
-			case next == 0 || at-now < next:
-				next = at - now
-			}
-		}
-	}
-	return next, false
-}
 
 func noSession(id core.SessionID) error {
 	return core.Errorf(core.NotFound, core.CodeSessionNotFound, "there is no session %q in this sandbox", core.Clip(string(id)))
@@ -117,24 +44,11 @@ func (a *agent) createSession(w http.ResponseWriter, r *http.Request) error {
 	}
 	var out guestapi.Session
 	if err := a.update(func(s *agentState) error {
-		n, err := s.start(spec, a.machine())
+		n, err := s.start(spec)
 		if err != nil {
 			return err
 		}
 		out = n.info()
-		ended := 0
-		for _, n := range slices.Backward(s.Sessions) {
-			if n.State == guestapi.SessionExited {
-				ended++
-			}
-		}
-		s.Sessions = slices.DeleteFunc(s.Sessions, func(n *session) bool {
-			if ended <= maxEnded || n.State == guestapi.SessionRunning {
-				return false
-			}
-			ended--
-			return true
-		})
 		return nil
 	}); err != nil {
 		return err
@@ -191,7 +105,7 @@ func (a *agent) deleteSession(w http.ResponseWriter, r *http.Request) error {
 
 func (a *agent) waitSession(w http.ResponseWriter, r *http.Request) error {
 	id := core.SessionID(r.PathValue("id"))
-	ms, err := intParam(r, "timeout_ms", 300_000)
+	ms, err := intParam(r, "timeout_ms")
 	if err != nil {
 		return err
 	}
@@ -244,11 +158,11 @@ func (a *agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
 	if name != "" && name != "stdout" && name != "stderr" {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "stream must be stdout or stderr, not %q", core.Clip(name))
 	}
-	offset, err := intParam(r, "offset", fromNow(r))
+	offset, err := intParam(r, "offset")
 	if err != nil {
 		return err
 	}
-	follow, _ := strconv.ParseBool(r.URL.Query().Get("follow")) // absent is false
+	follow := flag(r, "follow")
 	got, err := a.read(r.Context(), id, name, offset, false)
 	if err != nil {
 		return err
@@ -286,8 +200,8 @@ func (a *agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body broke off: %s", core.Clip(err.Error()))
 	}
-	shut, _ := strconv.ParseBool(r.URL.Query().Get("close")) // absent is false
-	if err := a.with(r, func(s *agentState, n *session) error { return s.stdin(n, b, shut, a.machine()) }); err != nil {
+	shut := flag(r, "close")
+	if err := a.with(r, func(s *agentState, n *session) error { return s.stdin(n, b, shut) }); err != nil {
 		return err
 	}
 	w.WriteHeader(http.StatusNoContent)
@@ -295,93 +209,21 @@ func (a *agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
 }
 
 // stdin gives input to a session.
-func (s *agentState) stdin(n *session, b []byte, shut bool, m machineView) error {
+func (s *agentState) stdin(n *session, b []byte, shut bool) error {
 	if !n.StdinOpen {
 		return core.Errorf(core.FailedPrecondition, guestapi.CodeSessionEnded, "the stdin of session %s is closed", n.ID)
 	}
 	n.Stdin = append(n.Stdin, b...)
 	n.StdinOpen = !shut
-	s.advance(n, m)
-	return nil
-}
-
-func (a *agent) sessionSignal(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.Signal
-	if err := readJSON(r, &req); err != nil {
-		return err
-	}
-	if err := a.with(r, func(_ *agentState, n *session) error { return n.signal(req.Signal) }); err != nil {
-		return err
-	}
-	w.WriteHeader(http.StatusNoContent)
-	return nil
-}
-
-// signal ends a session; a fake program handles none.
-func (n *session) signal(name string) error {
-	if number, err := strconv.Atoi(name); err == nil {
-		name = unix.SignalName(unix.Signal(number))
-	}
-	name = "SIG" + strings.TrimPrefix(strings.ToUpper(name), "SIG")
-	number := unix.SignalNum(name)
-	switch {
-	case number == 0:
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q does not exist", core.Clip(name))
-	case n.State != guestapi.SessionRunning:
-		return core.Errorf(core.FailedPrecondition, guestapi.CodeSessionEnded, "session %s has ended", n.ID)
-	case number != unix.SIGWINCH && number != unix.SIGCHLD && number != unix.SIGCONT && number != unix.SIGURG:
-		n.kill(name, int(number))
-	}
-	return nil
-}
-
-func (a *agent) sessionResize(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.Resize
-	if err := readJSON(r, &req); err != nil {
-		return err
-	}
-	if err := a.with(r, func(_ *agentState, n *session) error { return n.resize() }); err != nil {
-		return err
-	}
-	w.WriteHeader(http.StatusNoContent)
-	return nil
-}
-
-func (n *session) resize() error {
-	if !n.PTY {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "session %s has no terminal", n.ID)
-	}
-	return nil
-}
-
-func (a *agent) getProcesses(w http.ResponseWriter, _ *http.Request) error {
-	out := guestapi.Processes{Processes: []guestapi.Process{}}
-	if err := a.view(func(s *agentState) error {
-		for _, n := range s.Sessions {
-			if n.State == guestapi.SessionRunning {
-				out.Processes = append(out.Processes, guestapi.Process{
-					PID: n.PID, PPID: 1, Comm: n.Command[0], Cmdline: strings.Join(n.Command, " "), State: "S",
-				})
-			}
-		}
-		return nil
-	}); err != nil {
-		return err
-	}
-	writeJSON(w, http.StatusOK, out)
-	return nil
-}
-
-func (a *agent) getPorts(w http.ResponseWriter, _ *http.Request) error {
-	writeJSON(w, http.StatusOK, guestapi.Ports{Ports: []guestapi.Port{}})
+	s.advance(n)
 	return nil
 }
 
 // intParam reads a non-negative number from the query.
-func intParam(r *http.Request, name string, missing int64) (int64, error) {
+func intParam(r *http.Request, name string) (int64, error) {
 	v := r.URL.Query().Get(name)
 	if v == "" {
-		return missing, nil
+		return 0, nil
 	}
 	n, err := strconv.ParseInt(v, 10, 64)
 	if err != nil || n < 0 {
@@ -390,5 +232,8 @@ func intParam(r *http.Request, name string, missing int64) (int64, error) {
 	return n, nil
 }
 
-// sortedNames returns the names of the files, in order.
-func sortedNames(files map[string]file) []string { return slices.Sorted(maps.Keys(files)) }
+// flag reads a flag from the query.
+func flag(r *http.Request, name string) bool {
+	v, err := strconv.ParseBool(r.URL.Query().Get(name))
+	return err == nil && v
+}

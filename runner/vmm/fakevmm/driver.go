@@ -75,8 +75,6 @@ type Config struct {
 	Guest Guest
 	// Fingerprint is what the driver reports about itself; zero fields take the defaults. Its VMM is in the handles.
 	Fingerprint vmm.Fingerprint
-	// Latency returns how long a step takes; nil: no time.
-	Latency func(Step) time.Duration
 }
 
 // Driver makes fake machines. Only the Driver that made a machine knows it and can recover it.
@@ -158,7 +156,7 @@ func (d *Driver) strike(step Step, id core.SandboxID) (Fault, bool) {
 	return Fault{}, false
 }
 
-// reach spends the time of a step and applies the armed fault. c is nil before there is a machine.
+// reach applies the fault that is armed at a step. c is nil before there is a machine.
 func (d *Driver) reach(ctx context.Context, step Step, id core.SandboxID, c *computer) error {
 	var ended <-chan struct{}
 	if c != nil {
@@ -166,19 +164,6 @@ func (d *Driver) reach(ctx context.Context, step Step, id core.SandboxID, c *com
 	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
-	}
-	if d.cfg.Latency != nil {
-		if lasts := d.cfg.Latency(step); lasts > 0 {
-			timer := time.NewTimer(lasts)
-			defer timer.Stop()
-			select {
-			case <-timer.C:
-			case <-ctx.Done():
-				return context.Cause(ctx)
-			case <-ended:
-				return vmm.ErrGone
-			}
-		}
 	}
 	f, ok := d.strike(step, id)
 	if !ok {
