@@ -91,14 +91,6 @@ func Gets(r *http.Request) bool {
 // Heads are HEAD requests for objects.
 func Heads(r *http.Request) bool { return r.Method == http.MethodHead }
 
-// Lists are requests for lists of objects.
-func Lists(r *http.Request) bool { return r.Method == http.MethodGet && r.URL.Query().Has("list-type") }
-
-// Deletes delete objects.
-func Deletes(r *http.Request) bool {
-	return r.Method == http.MethodPost && r.URL.Query().Has("delete")
-}
-
 // Proxy is a proxy in front of a server that causes faults.
 type Proxy struct {
 	Address string

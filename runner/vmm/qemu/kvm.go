@@ -10,11 +10,6 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
-// ProbeKVM is Driver.ProbeKVM for the QEMU on the usual paths.
-func ProbeKVM(ctx context.Context, kernel, initrd string, timeout time.Duration) (ok bool, why string) {
-	return New(Config{}).ProbeKVM(ctx, kernel, initrd, timeout)
-}
-
 // ProbeKVM boots a guest kernel and initrd, given as paths, under KVM, because a device node proves nothing. why
 // explains the result to people in both cases. It takes at most the timeout, and leaves no process.
 func (d *Driver) ProbeKVM(ctx context.Context, kernel, initrd string, timeout time.Duration) (ok bool, why string) {
