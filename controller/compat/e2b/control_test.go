@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -63,6 +64,84 @@ func TestLifeOfASandbox(t *testing.T) {
 	if !strings.Contains(gone.body, "The sandbox was not found") {
 		t.Error(gone.body)
 	}
+}
+
+// A sandbox with autoPause is suspended at the end of its time, and so are its forks. A resume gives it a time again.
+func TestPauseAtTheEndOfItsTime(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s := w.create("", `{"templateID":"base","timeout":600,"autoPause":true}`)
+	at := "/sandboxes/" + s.SandboxID
+	var info struct {
+		State     string
+		Lifecycle struct{ OnTimeout string }
+	}
+	w.do(ask{method: "GET", path: at}).want(t, http.StatusOK, &info)
+	if info.Lifecycle.OnTimeout != "pause" {
+		t.Errorf("%+v", info)
+	}
+	var children []struct{ Sandbox sandbox }
+	w.do(ask{method: "POST", path: at + "/fork", body: `{}`}).want(t, http.StatusCreated, &children)
+	w.do(ask{method: "GET", path: "/sandboxes/" + children[0].Sandbox.SandboxID}).want(t, http.StatusOK, &info)
+	if info.Lifecycle.OnTimeout != "pause" {
+		t.Errorf("the fork has %+v", info)
+	}
+	w.do(ask{method: "POST", path: at + "/timeout", body: `{"timeout":0}`}).want(t, http.StatusNoContent, nil)
+	for w.do(ask{method: "GET", path: at}).want(t, http.StatusOK, &info); info.State != "paused"; {
+		time.Sleep(20 * time.Millisecond) // the controller's rounds decide when; the test's own limit ends this
+		w.do(ask{method: "GET", path: at}).want(t, http.StatusOK, &info)
+	}
+	w.do(ask{method: "POST", path: "/v2" + at + "/connect", body: `{"timeout":600}`}).want(t, http.StatusCreated, nil)
+	ws, err := w.rest.Workspace(t.Context(), "ws_"+s.SandboxID)
+	if err != nil || ws.OnTTL != coppice.TTLSuspend || time.Until(ws.ExpiresAt) < time.Minute {
+		t.Errorf("%v: %+v", err, ws)
+	}
+}
+
+// An update replaces what a sandbox may reach. It does not open what was closed.
+func TestUpdateOfTheNetwork(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s := w.create("", `{"templateID":"base","network":{"allowOut":["a.example.com"],"denyOut":["0.0.0.0/0"]}}`)
+	at := "/sandboxes/" + s.SandboxID + "/network"
+	for body, want := range map[string]coppice.Allow{
+		`{"allowOut":["b.example.com"],"denyOut":["0.0.0.0/0"]}`: {"b.example.com"},
+		`{"allow_internet_access":false}`:                        nil,
+	} {
+		w.do(ask{method: "PUT", path: at, body: body}).want(t, http.StatusNoContent, nil)
+		ws, err := w.rest.Workspace(t.Context(), "ws_"+s.SandboxID)
+		if diff := cmp.Diff(want, ws.Network.Allow); err != nil || diff != "" || ws.Network.EgressPolicy != coppice.EgressDenyAll {
+			t.Errorf("%s: %v (-want +got):\n%s", body, err, diff)
+		}
+	}
+	w.do(ask{method: "PUT", path: at, body: `{"denyOut":["10.0.0.0/8"]}`}).want(t, http.StatusNotImplemented, nil)
+	w.do(ask{method: "PUT", path: "/sandboxes/x/network", body: `{}`}).want(t, http.StatusNotFound, nil)
+	open, err := w.rest.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Image: "base", Network: coppice.NetworkRequest{EgressPolicy: coppice.EgressAllowAll}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.do(ask{method: "PUT", path: "/sandboxes/" + strings.TrimPrefix(open.ID, "ws_") + "/network", body: `{"allow_internet_access":false}`}).
+		want(t, http.StatusNotImplemented, nil) // it must not look closed
+}
+
+// A sandbox that does not run has no metrics, and there are none of the past.
+func TestMetricsThatAreNotThere(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s := w.create("", `{"templateID":"base","timeout":600}`)
+	at := "/sandboxes/" + s.SandboxID
+	empty := func(query string) {
+		t.Helper()
+		var got []any
+		if w.do(ask{method: "GET", path: at + "/metrics" + query}).want(t, http.StatusOK, &got); got == nil || len(got) != 0 {
+			t.Errorf("%s: %v", query, got)
+		}
+	}
+	empty("?start=1&end=2")
+	empty("?start=99999999999")
+	w.do(ask{method: "GET", path: at + "/metrics?start=x"}).want(t, http.StatusBadRequest, nil)
+	w.do(ask{method: "POST", path: at + "/pause"}).want(t, http.StatusNoContent, nil)
+	empty("")
 }
 
 // A repeated create with a key makes one sandbox.
@@ -134,7 +213,6 @@ func TestErrorsHaveTheirForm(t *testing.T) {
 		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"base","envVars":{"1":"x"}}`}, 400},
 		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"none"}`}, 404},
 		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"team/none:v1"}`}, 404},
-		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"base","autoPause":true}`}, 501},
 		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"base","network":{"rules":{"x":[]}}}`}, 501},
 		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"base","metadata":{"k":"` + strings.Repeat("x", 20_000) + `"}}`}, 400},
 		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"` + strings.Repeat("x", 2<<20) + `"}`}, 413},

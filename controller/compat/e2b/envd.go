@@ -49,14 +49,14 @@ func (l *layer) envdRoutes() http.Handler {
 	opts := []connect.HandlerOption{connect.WithReadMaxBytes(maxMessage)}
 	_, h := process.NewProcessHandler(processes{}, opts...)
 	handleMethods(mux, process.File_process_process_proto, h)
-	_, h = filesystem.NewFilesystemHandler(files{}, opts...)
+	_, h = filesystem.NewFilesystemHandler(files{&watchers{}}, opts...)
 	handleMethods(mux, filesystem.File_filesystem_filesystem_proto, h)
 	for pattern, h := range map[string]func(http.ResponseWriter, *http.Request) error{
 		"GET /health":         health,
 		"GET /envs":           envs,
 		"GET /files":          download,
 		"POST /files":         upload,
-		"GET /metrics":        func(http.ResponseWriter, *http.Request) error { return unsupported("metrics of a sandbox") },
+		"GET /metrics":        envdMetrics,
 		"POST /files/compose": func(http.ResponseWriter, *http.Request) error { return unsupported("to compose files") },
 	} {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
@@ -194,35 +194,23 @@ type account struct {
 	home     string
 }
 
-// accounts are the users and groups of a guest, as its files list them.
-type accounts struct {
-	users  map[string]account
-	names  map[int]string // of uids
-	groups map[int]string
-}
-
 const (
 	maxAccounts     = 1 << 20 // bytes of such a file
 	maxAccountLines = 4096    // lines that are read of such a file
 )
 
-// accounts reads the users and groups of the guest.
-func (v visit) accounts(ctx context.Context) accounts {
-	a := accounts{users: map[string]account{rootUser: {name: rootUser, home: "/root"}}, names: map[int]string{0: rootUser}, groups: map[int]string{0: rootUser}}
+// accounts reads the users of the guest.
+func (v visit) accounts(ctx context.Context) map[string]account {
+	users := map[string]account{rootUser: {name: rootUser, home: "/root"}}
 	for _, f := range v.table(ctx, "/etc/passwd", 7) {
 		uid, err1 := strconv.Atoi(f[2])
 		gid, err2 := strconv.Atoi(f[3])
 		if err1 != nil || err2 != nil || f[5] == "" || f[5][0] != '/' {
 			continue
 		}
-		a.users[f[0]], a.names[uid] = account{f[0], uid, gid, path.Clean(f[5])}, f[0]
+		users[f[0]] = account{f[0], uid, gid, path.Clean(f[5])}
 	}
-	for _, f := range v.table(ctx, "/etc/group", 4) {
-		if gid, err := strconv.Atoi(f[2]); err == nil {
-			a.groups[gid] = f[0]
-		}
-	}
-	return a
+	return users
 }
 
 // table reads a file of lines with colons. An image without the file has root only.
@@ -246,11 +234,19 @@ func (v visit) account(ctx context.Context) (account, error) {
 	if v.user == rootUser {
 		return account{name: rootUser, home: "/root"}, nil
 	}
-	u, ok := v.accounts(ctx).users[v.user]
+	u, ok := v.accounts(ctx)[v.user]
 	if !ok {
 		return u, failf(http.StatusUnauthorized, "invalid username: '%s'", clip(v.user))
 	}
 	return u, nil
+}
+
+// asUser names the user for work on files. Root's rights are the default, which agents in old checkpoints know, too.
+func (u account) asUser() string {
+	if u.uid == 0 {
+		return ""
+	}
+	return u.name
 }
 
 // resolve makes a path of a client absolute: a relative path is below the user's home.

@@ -139,10 +139,14 @@ func TestRPCBounds(t *testing.T) {
 			_, err := f.Stat(ctx, connect.NewRequest(&filesystem.StatRequest{Path: strings.Repeat("x", 3<<20)}))
 			return err
 		}, connect.CodeResourceExhausted},
-		"a watcher": {func() error {
-			_, err := f.CreateWatcher(ctx, connect.NewRequest(&filesystem.CreateWatcherRequest{Path: "/"}))
+		"a watcher of nothing": {func() error {
+			_, err := f.CreateWatcher(ctx, connect.NewRequest(&filesystem.CreateWatcherRequest{Path: "/none"}))
 			return err
-		}, connect.CodeUnimplemented},
+		}, connect.CodeNotFound},
+		"no watcher": {func() error {
+			_, err := f.GetWatcherEvents(ctx, connect.NewRequest(&filesystem.GetWatcherEventsRequest{WatcherId: "x"}))
+			return err
+		}, connect.CodeNotFound},
 		"a tag": {func() error {
 			_, err := p.CloseStdin(ctx, connect.NewRequest(&process.CloseStdinRequest{Process: &process.ProcessSelector{Selector: &process.ProcessSelector_Tag{Tag: "x"}}}))
 			return err
@@ -180,7 +184,7 @@ func TestUploadBounds(t *testing.T) {
 	send("", form, "--b\r\nContent").want(t, http.StatusBadRequest, nil)
 	send("?path=/y", "text/plain", "x").want(t, http.StatusBadRequest, nil)
 	send("?path=/y", "application/octet-stream", "x", "Content-Encoding", "gzip").want(t, http.StatusBadRequest, nil)
-	send("?path=/y", "application/octet-stream", "x", "X-Metadata-A", "b").want(t, http.StatusNotImplemented, nil)
+	send("?path=/y", "application/octet-stream", "x", "X-Metadata-A", strings.Repeat("b", 5000)).want(t, http.StatusBadRequest, nil)
 	var packed bytes.Buffer
 	z := gzip.NewWriter(&packed)
 	if _, err := io.WriteString(z, "unpacked"); err != nil {

@@ -117,6 +117,8 @@ type written struct {
 	Path string `json:"path"`
 	Name string `json:"name"`
 	Type string `json:"type"`
+
+	Metadata map[string]string `json:"metadata,omitempty"`
 }
 
 // upload writes the files of a request: the body, or the parts of a form.
@@ -127,10 +129,9 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	for name := range r.Header {
-		if strings.HasPrefix(name, "X-Metadata-") {
-			return unsupported("metadata of files")
-		}
+	metadata, err := uploadMetadata(r.Header)
+	if err != nil {
+		return err
 	}
 	q := r.URL.Query()
 	media, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
@@ -151,7 +152,10 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 		if err != nil {
 			return fileError(err, name)
 		}
-		out = append(out, written{Path: info.Path, Name: path.Base(name), Type: "file"})
+		if err := v.setMetadata(ctx, u, name, metadata); err != nil {
+			return fileError(err, name)
+		}
+		out = append(out, written{Path: info.Path, Name: path.Base(name), Type: "file", Metadata: metadata})
 		return nil
 	}
 	switch media {
@@ -169,13 +173,9 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// writeOptions give a user its files. Root's attributes are the default, which keeps those of existing files.
+// writeOptions make an upload as E2B does: into the file itself, which watchers see as a write. A user writes with its own rights.
 func (u account) writeOptions() coppice.WriteOptions {
-	o := coppice.WriteOptions{Mkdirs: true}
-	if u.uid != 0 {
-		o.UID, o.GID = &u.uid, &u.gid
-	}
-	return o
+	return coppice.WriteOptions{Mkdirs: true, InPlace: true, User: u.asUser()}
 }
 
 // unpack reads a body that may be compressed.

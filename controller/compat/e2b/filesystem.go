@@ -17,9 +17,9 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// files serves filesystem.Filesystem. Watchers are not supported.
+// files serves filesystem.Filesystem.
 type files struct {
-	filesystem.UnimplementedFilesystemHandler
+	*watchers
 }
 
 var _ filesystem.FilesystemHandler = files{}
@@ -34,7 +34,6 @@ const (
 type place struct {
 	visit
 	user  account
-	all   accounts
 	path  string
 	links int // how many more links may be followed
 }
@@ -42,25 +41,44 @@ type place struct {
 const maxLinks = 1000
 
 func (v visit) at(ctx context.Context, p string) (place, error) {
-	out := place{visit: v, all: v.accounts(ctx), links: maxLinks}
-	u, ok := out.all.users[v.user]
-	if !ok {
-		return out, connect.NewError(connect.CodeUnauthenticated, fmt.Errorf("invalid username: '%s'", clip(v.user)))
+	out := place{visit: v, links: maxLinks}
+	u, err := v.account(ctx)
+	if err != nil {
+		return out, rpcError(ctx, err)
 	}
-	if len(p) > maxPath || strings.ContainsRune(p, 0) {
-		return out, connect.NewError(connect.CodeInvalidArgument, errors.New("the path is too long or has a NUL"))
+	if err := checkPath(p); err != nil {
+		return out, err
 	}
 	out.user, out.path = u, u.resolve(p)
 	return out, nil
 }
 
-// entry describes the file, directory or link at a path.
-func (p place) entry(ctx context.Context, name string) (*filesystem.EntryInfo, error) {
-	info, err := p.StatFile(ctx, p.ws, name)
+func checkPath(p string) error {
+	if len(p) > maxPath || strings.ContainsRune(p, 0) {
+		return connect.NewError(connect.CodeInvalidArgument, errors.New("the path is too long or has a NUL"))
+	}
+	return nil
+}
+
+// look describes a path without following a link. The agent in an old checkpoint follows it, and knows no attributes.
+func (p *place) look(ctx context.Context, name string) (coppice.FileInfo, error) {
+	info, err := p.Stat(ctx, p.ws, name, coppice.StatOptions{XAttrs: true})
+	if errors.Is(err, coppice.CodeUnsupported) {
+		info, err = p.StatFile(ctx, p.ws, name)
+	}
 	if err != nil {
-		return nil, fileError(err, name)
+		return info, fileError(err, name)
 	}
 	info.Path, info.Name = name, path.Base(name)
+	return info, nil
+}
+
+// entry describes the file, directory or link at a path.
+func (p *place) entry(ctx context.Context, name string) (*filesystem.EntryInfo, error) {
+	info, err := p.look(ctx, name)
+	if err != nil {
+		return nil, err
+	}
 	return p.describe(ctx, info), nil
 }
 
@@ -72,7 +90,7 @@ func (p *place) describe(ctx context.Context, info coppice.FileInfo) *filesystem
 	}
 	e := &filesystem.EntryInfo{
 		Name: info.Name, Path: info.Path, Size: info.Size, Mode: uint32(mode & 0o7777), Type: typeOf(info.Type), Permissions: permissions(info.Type, mode),
-		Owner: p.name(p.all.names, info.UID), Group: p.name(p.all.groups, info.GID), ModifiedTime: timestamppb.New(info.MTime),
+		Owner: nameOf(info.Owner, info.UID), Group: nameOf(info.Group, info.GID), ModifiedTime: timestamppb.New(info.MTime), Metadata: fileMetadata(info.XAttrs),
 	}
 	if info.Type != coppice.FileTypeSymlink {
 		return e
@@ -94,9 +112,13 @@ func (p *place) describe(ctx context.Context, info coppice.FileInfo) *filesystem
 	return e
 }
 
-func (p *place) name(names map[int]string, id int) string {
-	if n, ok := names[id]; ok {
-		return n
+// nameOf is the name of a user or group: its number if the guest has none.
+func nameOf(name string, id int) string {
+	switch {
+	case name != "":
+		return name
+	case id == 0:
+		return rootUser
 	}
 	return strconv.Itoa(id)
 }
@@ -136,6 +158,18 @@ func (files) Stat(ctx context.Context, req *connect.Request[filesystem.StatReque
 	return connect.NewResponse(&filesystem.StatResponse{Entry: e}), rpcError(ctx, err)
 }
 
+// directory refuses a path that does not lead to a directory.
+func (p *place) directory(ctx context.Context) error {
+	info, err := p.StatFile(ctx, p.ws, p.path)
+	if err != nil {
+		return rpcError(ctx, fileError(err, p.path))
+	}
+	if info.Type != coppice.FileTypeDir {
+		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("path is not a directory: %s", p.path))
+	}
+	return nil
+}
+
 // ListDir lists a directory, and its subdirectories down to a depth.
 func (files) ListDir(ctx context.Context, req *connect.Request[filesystem.ListDirRequest]) (*connect.Response[filesystem.ListDirResponse], error) {
 	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
@@ -146,12 +180,8 @@ func (files) ListDir(ctx context.Context, req *connect.Request[filesystem.ListDi
 	if depth > maxDepth {
 		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("depth: %d is more than %d", depth, maxDepth))
 	}
-	info, err := p.StatFile(ctx, p.ws, p.path)
-	if err != nil {
-		return nil, rpcError(ctx, fileError(err, p.path))
-	}
-	if info.Type != coppice.FileTypeDir {
-		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("path is not a directory: %s", p.path))
+	if err := p.directory(ctx); err != nil {
+		return nil, err
 	}
 	entries, err := p.list(ctx, p.path, int(depth), nil)
 	if err != nil {
@@ -162,7 +192,10 @@ func (files) ListDir(ctx context.Context, req *connect.Request[filesystem.ListDi
 
 // list appends the entries of a directory in lexical order, and after each subdirectory its entries.
 func (p *place) list(ctx context.Context, dir string, depth int, entries []*filesystem.EntryInfo) ([]*filesystem.EntryInfo, error) {
-	l, err := p.ListFiles(ctx, p.ws, dir)
+	l, err := p.ListTree(ctx, p.ws, dir, coppice.ListOptions{XAttrs: true})
+	if errors.Is(err, coppice.CodeUnsupported) {
+		l, err = p.ListFiles(ctx, p.ws, dir)
+	}
 	if err != nil {
 		return nil, fileError(err, dir)
 	}
@@ -182,38 +215,20 @@ func (p *place) list(ctx context.Context, dir string, depth int, entries []*file
 	return entries, nil
 }
 
-// run runs a program of the guest as the visit's user.
-func (p place) run(ctx context.Context, command ...string) error {
-	res, err := p.Exec(ctx, p.ws, coppice.ExecRequest{Command: command, User: p.user.name, Cwd: "/", TimeoutMS: programTime})
-	if err != nil {
-		return rpcError(ctx, err)
-	}
-	if res.ExitCode != 0 {
-		const most = 1024
-		return connect.NewError(connect.CodeInternal, fmt.Errorf("%s: %.*s", path.Base(command[0]), most, strings.TrimSpace(res.Stderr)))
-	}
-	return nil
-}
-
-const programTime = 60_000 // milliseconds
-
 // MakeDir makes a directory and its parents.
 func (files) MakeDir(ctx context.Context, req *connect.Request[filesystem.MakeDirRequest]) (*connect.Response[filesystem.MakeDirResponse], error) {
 	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
 	if err != nil {
 		return nil, err
 	}
-	info, err := p.StatFile(ctx, p.ws, p.path)
+	made, err := p.MakeDirectory(ctx, p.ws, coppice.MakeDirectoryRequest{Path: p.path, Parents: true, User: p.user.asUser()})
 	switch {
-	case err == nil && info.Type == coppice.FileTypeDir:
-		return nil, connect.NewError(connect.CodeAlreadyExists, fmt.Errorf("directory already exists: %s", p.path))
-	case err == nil:
+	case errors.Is(err, coppice.Code("FILE_CONFLICT")):
 		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("path already exists but it is not a directory: %s", p.path))
-	case !errors.Is(err, coppice.CodeFileNotFound):
+	case err != nil:
 		return nil, rpcError(ctx, err)
-	}
-	if err := p.run(ctx, "mkdir", "-p", "--", p.path); err != nil {
-		return nil, err
+	case !made.Created:
+		return nil, connect.NewError(connect.CodeAlreadyExists, fmt.Errorf("directory already exists: %s", p.path))
 	}
 	e, err := p.entry(ctx, p.path)
 	return connect.NewResponse(&filesystem.MakeDirResponse{Entry: e}), rpcError(ctx, err)
@@ -225,15 +240,12 @@ func (files) Move(ctx context.Context, req *connect.Request[filesystem.MoveReque
 	if err != nil {
 		return nil, err
 	}
+	if err := checkPath(req.Msg.GetDestination()); err != nil {
+		return nil, err
+	}
 	to := p.user.resolve(req.Msg.GetDestination())
-	if _, err := p.StatFile(ctx, p.ws, p.path); err != nil {
+	if _, err := p.RenameFile(ctx, p.ws, coppice.RenameFileRequest{From: p.path, To: to, Mkdirs: true, User: p.user.asUser()}); err != nil {
 		return nil, rpcError(ctx, fileError(err, p.path))
-	}
-	if err := p.run(ctx, "mkdir", "-p", "--", path.Dir(to)); err != nil {
-		return nil, err
-	}
-	if err := p.run(ctx, "mv", "-f", "-T", "--", p.path, to); err != nil {
-		return nil, err
 	}
 	e, err := p.entry(ctx, to)
 	return connect.NewResponse(&filesystem.MoveResponse{Entry: e}), rpcError(ctx, err)
@@ -245,7 +257,7 @@ func (files) Remove(ctx context.Context, req *connect.Request[filesystem.RemoveR
 	if err != nil {
 		return nil, err
 	}
-	err = p.RemoveFile(ctx, p.ws, p.path, true)
+	err = p.RemoveFileAs(ctx, p.ws, p.path, p.user.asUser(), true)
 	if errors.Is(err, coppice.CodeFileNotFound) {
 		err = nil
 	}

@@ -24,11 +24,8 @@ type processes struct{}
 var _ process.ProcessHandler = processes{}
 
 const (
-	exitKept         = 30 * time.Second // how long clients can connect to an ended process
-	defaultKeepalive = 90 * time.Second
-	maxKeepalive     = time.Hour
-	headerKeepalive  = "Keepalive-Ping-Interval"
-	maxChunk         = 32 << 10 // of output in one event
+	exitKept = 30 * time.Second // how long clients can connect to an ended process
+	maxChunk = 32 << 10         // of output in one event
 )
 
 // List returns the processes that run.
@@ -109,28 +106,28 @@ func (processes) Connect(ctx context.Context, req *connect.Request[process.Conne
 
 // follow sends the events of a session: its start, its output, and its end.
 func (v visit) follow(ctx context.Context, s coppice.Session, stdout, stderr int64, header http.Header, send func(*process.ProcessEvent) error) error {
-	events := &sender{send: send, pty: s.PTY}
-	if err := events.event(&process.ProcessEvent{Event: &process.ProcessEvent_Start{Start: &process.ProcessEvent_StartEvent{Pid: pidOf(s)}}}); err != nil {
+	events := &beating[*process.ProcessEvent]{send: send, pulse: func() *process.ProcessEvent {
+		return &process.ProcessEvent{Event: &process.ProcessEvent_Keepalive{Keepalive: &process.ProcessEvent_KeepAlive{}}}
+	}}
+	if err := events.put(&process.ProcessEvent{Event: &process.ProcessEvent_Start{Start: &process.ProcessEvent_StartEvent{Pid: pidOf(s)}}}); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	var beat, copies sync.WaitGroup
-	stop := make(chan struct{})
-	beat.Go(func() { events.keepAlive(keepalive(header), stop, ctx.Done()) })
+	var copies sync.WaitGroup
+	still := events.beat(ctx, keepalive(header))
 	for name, from := range map[string]int64{coppice.Stdout: stdout, coppice.Stderr: stderr} {
 		if s.PTY && name == coppice.Stderr {
 			continue
 		}
 		copies.Go(func() {
-			if err := v.Follow(ctx, s.ID, name, from, output{events, name}); err != nil {
+			if err := v.Follow(ctx, s.ID, name, from, output{events, name, s.PTY}); err != nil {
 				cancel(err)
 			}
 		})
 	}
 	copies.Wait()
-	close(stop)
-	beat.Wait()
+	still()
 	if ctx.Err() != nil {
 		return rpcError(ctx, streamEnded(context.Cause(ctx)))
 	}
@@ -141,7 +138,7 @@ func (v visit) follow(ctx context.Context, s coppice.Session, stdout, stderr int
 	if _, limited := ctx.Deadline(); s.TimedOut && limited {
 		return connect.NewError(connect.CodeDeadlineExceeded, errors.New("the process was killed at the deadline of the request"))
 	}
-	return events.event(&process.ProcessEvent{Event: &process.ProcessEvent_End{End: endOf(s)}})
+	return events.put(&process.ProcessEvent{Event: &process.ProcessEvent_End{End: endOf(s)}})
 }
 
 // streamEnded says "unavailable" where the sandbox went away during a stream: then clients ask whether it still runs.
@@ -172,59 +169,11 @@ func endOf(s coppice.Session) *process.ProcessEvent_EndEvent {
 	return e
 }
 
-func keepalive(h http.Header) time.Duration {
-	n, err := strconv.Atoi(h.Get(headerKeepalive))
-	if err != nil || n < 1 {
-		return defaultKeepalive
-	}
-	return time.Duration(min(n, int(maxKeepalive/time.Second))) * time.Second
-}
-
-// sender sends events of one stream, from several goroutines.
-type sender struct {
-	send func(*process.ProcessEvent) error
-	pty  bool
-
-	mu   sync.Mutex // guards the stream and last
-	last time.Time
-}
-
-func (s *sender) event(e *process.ProcessEvent) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.last = time.Now()
-	return s.send(e)
-}
-
-// keepAlive sends an event whenever the stream has been idle for a while.
-func (s *sender) keepAlive(every time.Duration, stop, gone <-chan struct{}) {
-	timer := time.NewTimer(every)
-	defer timer.Stop()
-	for {
-		select {
-		case <-stop:
-			return
-		case <-gone:
-			return
-		case <-timer.C:
-		}
-		s.mu.Lock()
-		idle := time.Since(s.last)
-		s.mu.Unlock()
-		if idle >= every {
-			if s.event(&process.ProcessEvent{Event: &process.ProcessEvent_Keepalive{Keepalive: &process.ProcessEvent_KeepAlive{}}}) != nil {
-				return // the copies notice it, too
-			}
-			idle = 0
-		}
-		timer.Reset(every - idle)
-	}
-}
-
 // output sends what is written to it as output of a process.
 type output struct {
-	*sender
+	*beating[*process.ProcessEvent]
 	stream string
+	pty    bool
 }
 
 func (o output) Write(p []byte) (int, error) {
@@ -239,7 +188,7 @@ func (o output) Write(p []byte) (int, error) {
 		default:
 			d.Output = &process.ProcessEvent_DataEvent_Stdout{Stdout: chunk}
 		}
-		if err := o.event(&process.ProcessEvent{Event: &process.ProcessEvent_Data{Data: d}}); err != nil {
+		if err := o.put(&process.ProcessEvent{Event: &process.ProcessEvent_Data{Data: d}}); err != nil {
 			return sent, err
 		}
 		sent += len(chunk)

@@ -14,9 +14,8 @@ const (
 	timeoutV1 = 15
 )
 
-// envdVersion is the version of the daemon that this layer implements. From 0.6.2 on, clients
-// expect file metadata and watchers, which this layer lacks.
-const envdVersion = "0.5.7"
+// envdVersion is the version of the daemon that this layer implements: it says which of its features clients may use.
+const envdVersion = "0.6.13"
 
 const defaultTemplate = "base"
 
@@ -158,7 +157,6 @@ func (q createRequest) unsupported() error {
 		asked bool
 		name  string
 	}{
-		{q.AutoPause, "autoPause (pause a sandbox at the end of its time)"},
 		{q.AutoPauseMemory != nil && !*q.AutoPauseMemory, "autoPauseMemory"},
 		{q.MCP != nil, "mcp"},
 		{q.IAM != nil, "iam"},
@@ -239,7 +237,7 @@ func (l *layer) create(timeout int64) handler {
 		if err := q.unsupported(); err != nil {
 			return err
 		}
-		n := newSandbox{template: q.TemplateID, env: q.EnvVars, autoResume: q.AutoResume != nil && q.AutoResume.Enabled}
+		n := newSandbox{template: q.TemplateID, env: q.EnvVars, onTTL: onTTL(q.AutoPause), autoResume: q.AutoResume != nil && q.AutoResume.Enabled}
 		if n.ttl, err = seconds(q.Timeout, timeout); err != nil {
 			return err
 		}
@@ -270,9 +268,6 @@ func connectSandbox(w http.ResponseWriter, r *http.Request, c call) error {
 	if q.Memory != nil && !*q.Memory {
 		return unsupported("memory: false (boot the sandbox anew)")
 	}
-	if q.AutoPause {
-		return unsupported("autoPause")
-	}
 	ttl, err := seconds(q.Timeout, timeoutV2)
 	if err != nil {
 		return err
@@ -287,7 +282,11 @@ func connectSandbox(w http.ResponseWriter, r *http.Request, c call) error {
 			return err
 		}
 		status = http.StatusCreated
-		if ws, err = c.live(r, ws.ID, ttl); err != nil {
+		change := coppice.PatchWorkspaceRequest{TTLSeconds: &ttl}
+		if q.AutoPause { // of the oldest clients; absent, it changes nothing
+			change.OnTTL = coppice.TTLSuspend
+		}
+		if ws, err = c.PatchWorkspace(r.Context(), ws.ID, change); err != nil {
 			return err
 		}
 	} else if q.Timeout != nil { // it only extends the time
@@ -338,7 +337,7 @@ func describe(w http.ResponseWriter, r *http.Request, c call) error {
 	}
 	writeJSON(w, http.StatusOK, detailView{
 		listedView: listed(ws), EnvdAccessToken: view.EnvdAccessToken, Domain: view.Domain,
-		AllowInternetAccess: ws.Network.EgressPolicy == coppice.EgressAllowAll, Lifecycle: lifecycleView{OnTimeout: "kill", AutoResume: ws.AutoResume},
+		AllowInternetAccess: ws.Network.EgressPolicy == coppice.EgressAllowAll, Lifecycle: lifecycleView{OnTimeout: onTimeout(ws), AutoResume: ws.AutoResume},
 	})
 	return nil
 }
@@ -402,7 +401,24 @@ func refresh(w http.ResponseWriter, r *http.Request, c call) error {
 	return nil
 }
 
-// pause suspends a sandbox. A paused one has no end: E2B's clients expect it to stay until they return.
+// onTTL says what becomes of a sandbox at the end of its time.
+func onTTL(autoPause bool) coppice.OnTTL {
+	if autoPause {
+		return coppice.TTLSuspend
+	}
+	return coppice.TTLTerminate
+}
+
+// onTimeout is the same in E2B's words.
+func onTimeout(ws coppice.Workspace) string {
+	if ws.OnTTL == coppice.TTLSuspend {
+		return "pause"
+	}
+	return "kill"
+}
+
+// pause suspends a sandbox. A paused one has no end: E2B's clients expect it to stay until they return. One that is paused at
+// the end of its time has none anyway, and keeps its time for a resume.
 func pause(w http.ResponseWriter, r *http.Request, c call) error {
 	var q struct {
 		Memory              *bool `json:"memory"`
@@ -424,8 +440,10 @@ func pause(w http.ResponseWriter, r *http.Request, c call) error {
 	if _, err := c.SuspendWorkspace(r.Context(), ws.ID); err != nil {
 		return err
 	}
-	if _, err := c.live(r, ws.ID, 0); err != nil {
-		return err
+	if ws.OnTTL != coppice.TTLSuspend {
+		if _, err := c.live(r, ws.ID, 0); err != nil {
+			return err
+		}
 	}
 	w.WriteHeader(http.StatusNoContent)
 	return nil
@@ -438,6 +456,7 @@ type newSandbox struct {
 	env        map[string]string
 	labels     coppice.Labels
 	network    coppice.NetworkRequest
+	onTTL      coppice.OnTTL
 	autoResume bool
 }
 

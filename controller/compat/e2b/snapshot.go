@@ -18,7 +18,7 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 	absent := failf(http.StatusNotFound, "template %q was not found: there is no image and no snapshot with this name", clip(n.template))
 	if !isSnapshotName(n.template) {
 		ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{
-			Image: n.template, TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, AutoResume: n.autoResume,
+			Image: n.template, TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, OnTTL: n.onTTL, AutoResume: n.autoResume,
 		})
 		if !errors.Is(err, coppice.CodeImageNotFound) {
 			return ws, err
@@ -36,7 +36,7 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 
 func (n newSandbox) fork(r *http.Request, c call, id coppice.CheckpointID) (coppice.Workspace, error) {
 	result, err := c.ForkCheckpoint(r.Context(), id, coppice.ForkCheckpointRequest{
-		TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, AutoResume: n.autoResume, AllOrNothing: true,
+		TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, OnTTL: n.onTTL, AutoResume: n.autoResume, AllOrNothing: true,
 	})
 	if errors.Is(err, coppice.CodeCheckpointNotFound) {
 		return coppice.Workspace{}, failf(http.StatusNotFound, "template %q was not found", clip(n.template))
@@ -112,7 +112,9 @@ func fork(w http.ResponseWriter, r *http.Request, c call) error {
 			return err
 		}
 	}
-	result, err := c.ForkWorkspace(r.Context(), ws.ID, coppice.ForkWorkspaceRequest{Count: &count, TTLSeconds: ttl, Labels: inherited(ws.Labels)})
+	result, err := c.ForkWorkspace(r.Context(), ws.ID, coppice.ForkWorkspaceRequest{
+		Count: &count, TTLSeconds: ttl, OnTTL: ws.OnTTL, AutoResume: ws.AutoResume, Labels: inherited(ws.Labels),
+	})
 	if err != nil {
 		return err
 	}

@@ -13,8 +13,6 @@ import (
 	"strings"
 	"testing"
 	"time"
-
-	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
 )
 
 func TestHostTarget(t *testing.T) {
@@ -151,6 +149,57 @@ func FuzzRange(f *testing.F) {
 	})
 }
 
+const guestSample = `cpu  100 0 100 800 0 0 0 0 0 0
+cpu0 50 0 50 400 0 0 0 0 0 0
+cpu1 50 0 50 400 0 0 0 0 0 0
+intr 1 2 3
+MemTotal:        1024 kB
+MemFree:          100 kB
+MemAvailable:     256 kB
+Cached:            64 kB
+disk: /dev/vda 4096 1024 3072 25% /
+cpu  110 0 105 885 0 0 0 0 0 0
+`
+
+func TestSample(t *testing.T) {
+	t.Parallel()
+	got, ok := parseSample(guestSample)
+	want := sample{cpus: 2, cpuPercent: 15, memTotal: 1 << 20, memUsed: 768 << 10, memCache: 64 << 10, diskTotal: 4 << 20, diskUsed: 1 << 20}
+	if !ok || got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	if _, ok := parseSample("sh: not found"); ok {
+		t.Error("a guest without its programs has metrics")
+	}
+}
+
+func FuzzSample(f *testing.F) {
+	f.Add(guestSample)
+	f.Add("cpu 9223372036854775807 9223372036854775807 0 0 0 0 0 0\n")
+	f.Fuzz(func(t *testing.T, text string) {
+		s, _ := parseSample(text)
+		if !(s.cpuPercent >= 0 && s.cpuPercent <= 100) || s.memUsed < 0 || s.memUsed > s.memTotal || s.diskTotal < 0 || s.diskUsed < 0 {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+func FuzzUploadMetadata(f *testing.F) {
+	f.Add("X-Metadata-A", "b")
+	f.Add("X-Metadata-", "")
+	f.Fuzz(func(t *testing.T, name, value string) {
+		got, err := uploadMetadata(http.Header{name: {value}})
+		if err != nil {
+			return
+		}
+		for key, v := range got {
+			if key == "" || len(attributePrefix)+len(key) > 255 || len(v) > maxMetadataBytes {
+				t.Errorf("%q: %q", key, v)
+			}
+		}
+	})
+}
+
 func TestKeyForms(t *testing.T) {
 	t.Parallel()
 	if got := apiKey(WrapKey("cpk_a_b")); got != "cpk_a_b" {
@@ -201,29 +250,64 @@ func TestKeepalive(t *testing.T) {
 	}
 }
 
-// keepAlive sends only on an idle stream, and ends with it.
+// An idle stream gets signs of life until its end.
 func TestKeepAliveOfIdleStream(t *testing.T) {
 	t.Parallel()
-	sent, stop := make(chan struct{}), make(chan struct{})
-	s := &sender{send: func(e *process.ProcessEvent) error {
-		if e.GetKeepalive() != nil {
-			sent <- struct{}{}
+	sent := make(chan string)
+	b := &beating[string]{send: func(m string) error { sent <- m; return nil }, pulse: func() string { return "pulse" }}
+	still := b.beat(t.Context(), time.Millisecond)
+	for range 2 {
+		if m := <-sent; m != "pulse" {
+			t.Error(m)
 		}
-		return nil
-	}}
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		s.keepAlive(time.Millisecond, stop, nil)
+		still()
 	}()
-	<-sent
-	<-sent
-	close(stop)
 	for {
 		select {
 		case <-sent: // one may be under way
 		case <-done:
 			return
+		}
+	}
+}
+
+// What a watcher has read is remembered, in bounds; the watchers of a fork are its own.
+func TestCursorsOfWatchers(t *testing.T) {
+	t.Parallel()
+	w := &watchers{}
+	k := watcherKey{"ws_a", "w"}
+	w.moveTo(k, 7)
+	w.moveTo(k, 3)
+	if got := w.cursor(k); got != 7 {
+		t.Errorf("the watcher went back to %d", got)
+	}
+	if got := w.cursor(watcherKey{"ws_fork", "w"}); got != 0 {
+		t.Errorf("a fork's watcher is at %d", got)
+	}
+	for n := range 3 * maxCursors {
+		w.moveTo(watcherKey{"ws_b", strconv.Itoa(n)}, 1)
+	}
+	if len(w.now)+len(w.old) > maxCursors {
+		t.Errorf("%d are remembered", len(w.now)+len(w.old))
+	}
+}
+
+func TestMetadataOfUploads(t *testing.T) {
+	t.Parallel()
+	got, err := uploadMetadata(http.Header{"X-Metadata-Some-Key": {"v"}, "Content-Type": {"x"}})
+	if err != nil || !maps.Equal(got, map[string]string{"some-key": "v"}) {
+		t.Errorf("%v, %v", got, err)
+	}
+	for name, h := range map[string]http.Header{
+		"no key": {"X-Metadata-": {"v"}}, "two values": {"X-Metadata-A": {"v", "w"}}, "a long key": {"X-Metadata-" + strings.Repeat("x", maxMetadataKey+1): {"v"}},
+		"long values": {"X-Metadata-A": {strings.Repeat("x", maxMetadataBytes/2)}, "X-Metadata-B": {strings.Repeat("x", maxMetadataBytes/2)}},
+	} {
+		if _, err := uploadMetadata(h); err == nil {
+			t.Errorf("%s was accepted", name)
 		}
 	}
 }
