@@ -1,6 +1,7 @@
 package e2b
 
 import (
+	"bytes"
 	"compress/gzip"
 	"errors"
 	"fmt"
@@ -32,7 +33,7 @@ func download(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	name := u.resolve(r.URL.Query().Get("path"))
-	info, err := v.StatFile(ctx, v.ws, name)
+	info, err := v.led(ctx, name)
 	if err != nil {
 		return fileError(err, name)
 	}
@@ -148,6 +149,10 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 			return failf(http.StatusBadRequest, "a file's path has 1 to %d bytes, and no NUL", maxPath)
 		}
 		name = u.resolve(name)
+		from, err := whole(from)
+		if err != nil {
+			return failf(http.StatusBadRequest, "the file cannot be read: %s", clip(err.Error()))
+		}
 		info, err := v.WriteFile(ctx, v.ws, name, from, u.writeOptions())
 		if err != nil {
 			return fileError(err, name)
@@ -174,8 +179,25 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 }
 
 // writeOptions make an upload as E2B does: into the file itself, which watchers see as a write. A user writes with its own rights.
+// Root is named, too: the file is the user's from its beginning then, and watchers see no change of its owner.
 func (u account) writeOptions() coppice.WriteOptions {
-	return coppice.WriteOptions{Mkdirs: true, InPlace: true, User: u.asUser()}
+	return coppice.WriteOptions{Mkdirs: true, InPlace: true, User: u.name}
+}
+
+// smallUpload is the size up to which the layer waits for a whole file.
+const smallUpload = 64 << 10
+
+// whole reads a small file to its end before anything is written: watchers see one write then, in however many pieces it came.
+func whole(from io.Reader) (io.Reader, error) {
+	var head bytes.Buffer
+	n, err := io.CopyN(&head, from, smallUpload)
+	if errors.Is(err, io.EOF) {
+		return &head, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return io.MultiReader(bytes.NewReader(head.Bytes()[:n]), from), nil
 }
 
 // unpack reads a body that may be compressed.

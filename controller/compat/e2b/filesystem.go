@@ -60,7 +60,7 @@ func checkPath(p string) error {
 	return nil
 }
 
-// look describes a path without following a link. The agent in an old checkpoint follows it, and knows no attributes.
+// look describes a path without following a link. The agent in an old checkpoint knows no attributes.
 func (p *place) look(ctx context.Context, name string) (coppice.FileInfo, error) {
 	info, err := p.Stat(ctx, p.ws, name, coppice.StatOptions{XAttrs: true})
 	if errors.Is(err, coppice.CodeUnsupported) {
@@ -71,6 +71,15 @@ func (p *place) look(ctx context.Context, name string) (coppice.FileInfo, error)
 	}
 	info.Path, info.Name = name, path.Base(name)
 	return info, nil
+}
+
+// led describes what is at a path, and for a link what it leads to. The agent in an old checkpoint describes the link.
+func (v visit) led(ctx context.Context, name string) (coppice.FileInfo, error) {
+	info, err := v.Stat(ctx, v.ws, name, coppice.StatOptions{Follow: true})
+	if errors.Is(err, coppice.CodeUnsupported) {
+		info, err = v.StatFile(ctx, v.ws, name)
+	}
+	return info, err
 }
 
 // entry describes the file, directory or link at a path.
@@ -103,7 +112,7 @@ func (p *place) describe(ctx context.Context, info coppice.FileInfo) *filesystem
 	if p.links--; p.links < 0 {
 		return e
 	}
-	if led, err := p.StatFile(ctx, p.ws, info.Path); err == nil {
+	if led, err := p.led(ctx, info.Path); err == nil {
 		e.Type = typeOf(led.Type)
 		if mode, err := strconv.ParseUint(led.Mode, 8, 32); err == nil {
 			e.Mode = uint32(mode & 0o7777)
@@ -160,7 +169,7 @@ func (files) Stat(ctx context.Context, req *connect.Request[filesystem.StatReque
 
 // directory refuses a path that does not lead to a directory.
 func (p *place) directory(ctx context.Context) error {
-	info, err := p.StatFile(ctx, p.ws, p.path)
+	info, err := p.led(ctx, p.path)
 	if err != nil {
 		return rpcError(ctx, fileError(err, p.path))
 	}

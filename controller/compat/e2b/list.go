@@ -82,7 +82,7 @@ func newListFilter(r *http.Request) (f listFilter, err error) {
 
 func (f listFilter) match(v listedView) bool {
 	return (len(f.states) == 0 || slices.Contains(f.states, v.State)) && (f.template == "" || f.template == v.TemplateID) &&
-		(f.after.IsZero() || v.StartedAt.After(f.after)) && contains(v.Metadata, f.metadata)
+		(f.after.IsZero() || !v.StartedAt.Before(f.after)) && contains(v.Metadata, f.metadata)
 }
 
 // matching lists the sandboxes of the key's project, newest first, and counts those that run.

@@ -17,6 +17,7 @@ const (
 	labelMetadata = "e2b/metadata-" // and the number of a part
 	labelTemplate = "e2b/template"  // as the client named it
 	labelSnapshot = "e2b/snapshot"  // on checkpoints that a client took as snapshots
+	labelName     = "e2b/name"      // the name that a client gave a snapshot
 )
 
 const (

@@ -26,6 +26,7 @@ var _ process.ProcessHandler = processes{}
 const (
 	exitKept = 30 * time.Second // how long clients can connect to an ended process
 	maxChunk = 32 << 10         // of output in one event
+	lastLook = 10 * time.Second // bounds the question whether a sandbox still runs
 )
 
 // List returns the processes that run.
@@ -129,11 +130,11 @@ func (v visit) follow(ctx context.Context, s coppice.Session, stdout, stderr int
 	copies.Wait()
 	still()
 	if ctx.Err() != nil {
-		return rpcError(ctx, streamEnded(context.Cause(ctx)))
+		return rpcError(ctx, v.streamEnded(ctx, context.Cause(ctx)))
 	}
 	s, err := v.WaitSession(ctx, s.ID)
 	if err != nil {
-		return rpcError(ctx, streamEnded(err))
+		return rpcError(ctx, v.streamEnded(ctx, err))
 	}
 	if _, limited := ctx.Deadline(); s.TimedOut && limited {
 		return connect.NewError(connect.CodeDeadlineExceeded, errors.New("the process was killed at the deadline of the request"))
@@ -141,11 +142,17 @@ func (v visit) follow(ctx context.Context, s coppice.Session, stdout, stderr int
 	return events.put(&process.ProcessEvent{Event: &process.ProcessEvent_End{End: endOf(s)}})
 }
 
-// streamEnded says "unavailable" where the sandbox went away during a stream: then clients ask whether it still runs.
-func streamEnded(err error) error {
+// streamEnded breaks the connection where the sandbox went away during a stream, as E2B's proxy does: only then do all clients
+// ask whether it still runs, and say so. Otherwise the server is "unavailable".
+func (v visit) streamEnded(ctx context.Context, err error) error {
 	var refused *coppice.Error
 	if !errors.As(err, &refused) {
 		return err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lastLook)
+	defer cancel()
+	if ws, err := v.Workspace(ctx, v.ws); errors.Is(err, coppice.CodeWorkspaceNotFound) || err == nil && !running(ws) {
+		panic(http.ErrAbortHandler)
 	}
 	return connect.NewError(connect.CodeUnavailable, errors.New(refused.Error()))
 }

@@ -39,7 +39,7 @@ func TestPythonClient(t *testing.T) {
 			checks++
 		}
 	}
-	const want = 24
+	const want = 28
 	if checks < want || strings.Contains(string(out), `"fails"`) {
 		t.Errorf("%d checks worked; want %d", checks, want)
 	}

@@ -57,18 +57,37 @@ func (c call) namedSnapshot(r *http.Request, name string) (*coppice.Checkpoint, 
 	if tagged && tag != defaultTag || !legalName(name) {
 		return nil, nil //nolint:nilnil // none is not a fault
 	}
-	for cp, err := range c.Checkpoints(r.Context(), coppice.CheckpointFilter{Name: name, Labels: []string{labelSnapshot}}) {
+	f := coppice.CheckpointFilter{Labels: []string{labelSnapshot}}
+	if coppiceName(name) { // it is the checkpoint's own name
+		f.Name = name
+	} else {
+		f.Labels = []string{labelSnapshot, labelName + "=" + name}
+	}
+	for cp, err := range c.Checkpoints(r.Context(), f) {
 		return &cp, err
 	}
 	return nil, nil //nolint:nilnil // none is not a fault
 }
 
+const alphabet = "abcdefghijklmnopqrstuvwxyz0123456789-"
+
+// legalName reports whether a client may give a snapshot a name. E2B's names may have underscores, too.
 func legalName(name string) bool {
 	const most = 63
-	if name == "" || len(name) > most || name[0] == '-' || name[len(name)-1] == '-' {
-		return false
+	return name != "" && len(name) <= most && strings.Trim(name, alphabet+"_") == ""
+}
+
+// coppiceName reports whether a legal name can be that of a checkpoint. Others are in a label, so one may be used again: then the
+// newest snapshot counts.
+func coppiceName(name string) bool {
+	return strings.Trim(name, alphabet) == "" && !strings.HasPrefix(name, "-") && !strings.HasSuffix(name, "-")
+}
+
+func nameOfSnapshot(cp coppice.Checkpoint) string {
+	if cp.Name != "" {
+		return cp.Name
 	}
-	return strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
+	return cp.Labels[labelName]
 }
 
 const (
@@ -149,8 +168,8 @@ type snapshotView struct {
 
 func viewSnapshot(cp coppice.Checkpoint) snapshotView {
 	v := snapshotView{SnapshotID: snapshotID(cp.ID), Names: []string{}}
-	if cp.Name != "" {
-		v.Names = append(v.Names, cp.Name)
+	if name := nameOfSnapshot(cp); name != "" {
+		v.Names = append(v.Names, name)
 	}
 	return v
 }
@@ -168,7 +187,7 @@ func takeSnapshot(w http.ResponseWriter, r *http.Request, c call) error {
 	}
 	name, tag, tagged := strings.Cut(q.Name, ":")
 	if q.Name != "" && !legalName(name) || tagged && tag != defaultTag {
-		return failf(http.StatusBadRequest, "name: a snapshot's name has 1 to 63 lower-case letters, digits and hyphens, and no other tag than %q", defaultTag)
+		return failf(http.StatusBadRequest, "name: a snapshot's name has 1 to 63 lower-case letters, digits, hyphens and underscores, and no other tag than %q", defaultTag)
 	}
 	ws, err := c.workspace(r)
 	if err != nil {
@@ -177,7 +196,15 @@ func takeSnapshot(w http.ResponseWriter, r *http.Request, c call) error {
 	if paused(ws) {
 		return failf(http.StatusConflict, "sandbox %q is paused; connect to it first", c.sandbox)
 	}
-	cp, err := c.CreateCheckpoint(r.Context(), ws.ID, coppice.CreateCheckpointRequest{Name: name, Labels: coppice.Labels{labelSnapshot: snapshotMark}})
+	req := coppice.CreateCheckpointRequest{Labels: coppice.Labels{labelSnapshot: snapshotMark}}
+	switch {
+	case name == "":
+	case coppiceName(name):
+		req.Name = name
+	default:
+		req.Labels[labelName] = name
+	}
+	cp, err := c.CreateCheckpoint(r.Context(), ws.ID, req)
 	if err != nil {
 		return err
 	}
@@ -195,7 +222,7 @@ func listSnapshots(w http.ResponseWriter, r *http.Request, c call) error {
 		}
 		f.WorkspaceID = ws
 	}
-	f.Name, _, _ = strings.Cut(rawQuery(r, "name"), ":")
+	name, _, _ := strings.Cut(rawQuery(r, "name"), ":")
 	page, err := newPage(r)
 	if err != nil {
 		return err
@@ -205,7 +232,7 @@ func listSnapshots(w http.ResponseWriter, r *http.Request, c call) error {
 		if err != nil {
 			return err
 		}
-		if !page.take(cp.ID) {
+		if !page.take(cp.ID) || name != "" && nameOfSnapshot(cp) != name {
 			continue
 		}
 		if page.full(w, len(out)) {

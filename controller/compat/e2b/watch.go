@@ -119,7 +119,7 @@ func (files) WatchDir(ctx context.Context, req *connect.Request[filesystem.Watch
 	defer out.beat(ctx, keepalive(req.Header()))()
 	for e, err := range p.WatchEvents(ctx, p.ws, w.ID, 0) {
 		if err != nil {
-			return rpcError(ctx, streamEnded(err))
+			return rpcError(ctx, p.streamEnded(ctx, err))
 		}
 		event, err := p.event(ctx, e, req.Msg.GetIncludeEntry())
 		if err != nil {

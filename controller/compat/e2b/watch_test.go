@@ -2,6 +2,7 @@ package e2b_test
 
 import (
 	"context"
+	"maps"
 	"net/http"
 	"testing"
 
@@ -14,9 +15,7 @@ import (
 func (w *world) upload(s sandbox, path, text string, header map[string]string) {
 	w.t.Helper()
 	h := map[string]string{"Content-Type": "application/octet-stream"}
-	for k, v := range header {
-		h[k] = v
-	}
+	maps.Copy(h, header)
 	w.envd(s, ask{method: "POST", path: "/files?path=" + path, body: text, header: h}).want(w.t, http.StatusOK, nil)
 }
 
