@@ -257,3 +257,26 @@ func TestPathsOfWatchesAreBounded(t *testing.T) {
 		t.Errorf("a tree that does not fit: %+v", w)
 	}
 }
+
+// TestWatchOfANewFile: that an upload in place empties the file first is no write of a file that was empty.
+func TestWatchOfANewFile(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	dir := t.TempDir()
+	w := a.watch(guestapi.CreateWatch{Path: dir})
+	for _, name := range []string{"new", "new", "next"} {
+		if _, err := a.put(filepath.Join(dir, name), own()+"&in_place=1", ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := a.events(w.ID, "?follow=1")
+	for {
+		e, ok := r.next()
+		if !ok || e.Type == guestapi.WatchWrite {
+			t.Fatalf("%+v", e)
+		}
+		if e.Type == guestapi.WatchCreate && e.Name == "next" {
+			return
+		}
+	}
+}

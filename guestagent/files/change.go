@@ -43,7 +43,7 @@ func putInPlace(w http.ResponseWriter, r *http.Request, c caller, at attributes)
 		switch {
 		case end:
 		case offset < 0:
-			err = f.Truncate(0)
+			err = empty(f)
 		default:
 			_, err = f.Seek(offset, io.SeekStart)
 		}
@@ -66,6 +66,15 @@ func putInPlace(w http.ResponseWriter, r *http.Request, c caller, at attributes)
 	}
 	answer.WriteJSON(w, http.StatusOK, info)
 	return nil
+}
+
+// empty makes a file empty. Watchers would see a write if an empty file, such as a new one, was truncated.
+func empty(f *os.File) error {
+	fi, err := f.Stat()
+	if err != nil || fi.Size() == 0 {
+		return err
+	}
+	return f.Truncate(0)
 }
 
 // openInPlace opens a file for writing, or makes it. Only files can be written: a FIFO or a device would block.
