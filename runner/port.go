@@ -67,6 +67,18 @@ func (s *sandbox) openPort(ctx context.Context, want runnerapi.Port) (runnerapi.
 	return p, nil
 }
 
+// ConnectPort connects to a port of the guest. ctx bounds the dial only; the connection ends with the sandbox.
+func (r *Runner) ConnectPort(ctx context.Context, id core.SandboxID, guestPort int) (net.Conn, error) {
+	s, err := r.find(id)
+	if err != nil {
+		return nil, err
+	}
+	if state := s.snapshot().State; state != runnerapi.SandboxReady {
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is %s; its ports can be reached once it is ready", id, state)
+	}
+	return s.ports.Connect(ctx, guestPort)
+}
+
 // ClosePort stops forwarding a port and ends its connections. It is no error if there is no such port.
 func (r *Runner) ClosePort(id core.SandboxID, portID core.PortID) error {
 	s, err := r.find(id)

@@ -28,6 +28,7 @@ const (
 	PathSandboxCheckpoint = "/v1/sandboxes/{id}/checkpoints"     // POST Capture -> Checkpoint
 	PathSandboxPorts      = "/v1/sandboxes/{id}/ports"           // POST Port -> Port
 	PathSandboxPort       = "/v1/sandboxes/{id}/ports/{port_id}" // DELETE
+	PathSandboxConnect    = "/v1/sandboxes/{id}/connect/{port}"  // GET, Upgrade: UpgradeTCP -> the bytes of a connection to a port of the guest; PORT_CLOSED
 	PathSandboxConsole    = "/v1/sandboxes/{id}/console"         // GET -> text/plain, the console's tail
 	PathSandboxEgress     = "/v1/sandboxes/{id}/egress"          // PUT EgressRules: what it may reach from now on; older rules than it has change nothing
 	PathSandboxGuest      = "/v1/sandboxes/{id}/guest/*"         // reverse proxy to the guest agent's public routes (sessions, files, processes)
@@ -35,6 +36,10 @@ const (
 	PathCheckpoint        = "/v1/checkpoints/{id}"               // GET -> Checkpoint, DELETE (idempotent)
 	PathObject            = "/v1/objects/{key...}"               // GET, for other runners, too: ?offset= and ?bytes= of an object of the store, if the host keeps them; 404
 )
+
+// UpgradeTCP is what a request for PathSandboxConnect upgrades to. From the answer on, the connection carries what a TCP connection does.
+// When one end closes it, both directions end.
+const UpgradeTCP = "coppice-tcp"
 
 // Paths served by the controller to runners.
 const (

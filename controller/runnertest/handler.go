@@ -61,6 +61,7 @@ func (r *Runner) Handler() http.Handler {
 		}
 		reply(w, nil, nil)
 	})
+	mux.HandleFunc("GET "+runnerapi.PathSandboxConnect, r.connect)
 	mux.HandleFunc("PUT "+runnerapi.PathSandboxEgress, call(func(ctx context.Context, q *http.Request, in runnerapi.EgressRules) (any, error) {
 		return nil, r.setRules(ctx, sandboxID(q), in)
 	}))

@@ -50,6 +50,7 @@ const (
 	PointDeleteCheckpoint = "delete_checkpoint"
 	PointGuest            = "guest"
 	PointPort             = "port"
+	PointConnect          = "connect" // id is the sandbox
 	PointDiff             = "diff"
 	PointRules            = "rules"
 	PointFetch            = "fetch" // before a checkpoint is taken from the store
@@ -75,6 +76,7 @@ type Runner struct {
 	hook        func(ctx context.Context, point, id string) error
 	tamper      func(*runnerapi.ChildResult)
 	sandboxes   map[core.SandboxID]*sandbox
+	listening   map[core.SandboxID]map[int]string // addresses on this host, by the port of the guest
 	checkpoints map[core.CheckpointID]*checkpoint
 	calls       map[string]int
 	lease       *runnerapi.Registered
@@ -95,6 +97,8 @@ type sandbox struct {
 	evil  http.Handler // answers instead of guest, where there is one
 	image core.Digest
 	ports map[core.PortID]runnerapi.Port
+
+	streams []func() // end its connections to ports of the guest
 	rules runnerapi.EgressRules
 	ca    string
 }
@@ -164,6 +168,9 @@ const endedKept = 4096
 func (r *Runner) remove(id core.SandboxID) {
 	if s, ok := r.sandboxes[id]; ok {
 		s.guest.end()
+		for _, end := range s.streams {
+			end()
+		}
 		delete(r.sandboxes, id)
 		if len(r.ended) < endedKept {
 			r.ended = append(r.ended, r.usage(s, true))

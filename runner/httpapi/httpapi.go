@@ -103,6 +103,7 @@ func (s *server) handler(authorize func(q *http.Request, route string) error) ht
 	handle("DELETE", runnerapi.PathSandboxPort, func(w http.ResponseWriter, q *http.Request) {
 		s.reply(w, nil, r.ClosePort(sandboxID(q), core.PortID(q.PathValue("port_id"))))
 	})
+	handle("GET", runnerapi.PathSandboxConnect, s.connect)
 	handle("PUT", runnerapi.PathSandboxEgress, call(s, func(ctx context.Context, q *http.Request, in runnerapi.EgressRules) (any, error) {
 		return nil, r.SetEgressRules(ctx, sandboxID(q), in)
 	}))

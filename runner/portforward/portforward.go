@@ -49,8 +49,9 @@ type Ports struct {
 	life     context.Context // of the runner
 	loopback places
 
-	mu    sync.Mutex // guards ports; it is also held while a port begins to listen on an address
-	ports map[core.PortID]*port
+	mu      sync.Mutex // guards what follows; it is also held while a port begins to listen on an address
+	ports   map[core.PortID]*port
+	streams map[*stream]struct{} // that Connect has made
 }
 
 // port is one forwarded port.
@@ -88,7 +89,7 @@ const reopenPause = 2 * time.Second
 
 // New returns ports that close when life ends, at the latest.
 func New(life context.Context, cfg Config) *Ports {
-	return &Ports{cfg: cfg, life: life, ports: make(map[core.PortID]*port), loopback: places{
+	return &Ports{cfg: cfg, life: life, ports: make(map[core.PortID]*port), streams: make(map[*stream]struct{}), loopback: places{
 		sandbox: make(chan struct{}, maxSandboxLoopback), runner: cfg.Places, refused: func() {
 			cfg.Log.DebugContext(life, "connection to a forwarded port is refused: too many lead to the loopback of guests", "sandbox_id", cfg.Sandbox)
 		},
@@ -221,12 +222,17 @@ func (p *Ports) Close(id core.PortID) {
 	}
 }
 
-// CloseAll closes all ports.
+// CloseAll closes all ports, and all connections that Connect has made.
 func (p *Ports) CloseAll() {
 	p.mu.Lock()
 	all := p.ports
 	p.ports = make(map[core.PortID]*port)
+	streams := p.streams
+	p.streams = make(map[*stream]struct{})
 	p.mu.Unlock()
+	for s := range streams {
+		s.cancel()
+	}
 	for _, one := range all {
 		one.close()
 	}
