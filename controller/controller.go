@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/ports"
+	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -177,6 +178,7 @@ type Controller struct {
 	guests    *guestclient.Client
 	idle      *idle.Keeper
 	ports     *ports.Forwarder
+	previews  *previews.Manager
 	fleet     *fleet.Fleet
 
 	attestations *attestations.Keeper

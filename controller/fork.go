@@ -95,6 +95,9 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 		if err := inherit(ctx, tx, source, req.Grants, children); err != nil {
 			return nil, err
 		}
+		if err := inheritPreviews(ctx, tx, source, children); err != nil {
+			return nil, err
+		}
 		return &forkCheckpoint{growInput{
 			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkPlan{children: children, source: source},
 		}}, nil

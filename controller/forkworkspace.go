@@ -51,6 +51,9 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 	if err == nil {
 		err = inherit(ctx, tx, cp, req.Grants, children)
 	}
+	if err == nil {
+		err = inheritPreviews(ctx, tx, cp, children)
+	}
 	return &forkPlan{children: children, source: cp}, err
 }
 

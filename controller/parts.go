@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/ports"
+	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -41,6 +42,7 @@ type AllTx interface {
 	grants.Tx
 	idle.Tx
 	ports.Tx
+	previews.Tx
 	retention.Tx
 	sealing.Tx
 	secretstore.Tx
@@ -140,6 +142,7 @@ func (c *Controller) makeParts() {
 	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
 	c.fleet = newFleet(c)
 	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.repeated, Log: c.log}, partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
+	c.previews = newPreviews(c)
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
 }
 

@@ -8,6 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/ports"
+	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -18,6 +19,7 @@ import (
 type Runners interface {
 	fleet.Runners
 	ports.Runners
+	previews.Runners
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
 	Fork(ctx context.Context, endpoint string, f runnerapi.Fork) (runnerapi.ForkResult, error)
 	Capture(ctx context.Context, endpoint string, sandbox core.SandboxID, c runnerapi.Capture) (runnerapi.Checkpoint, error)

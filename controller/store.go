@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/idle"
+	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/core"
@@ -73,6 +74,7 @@ type Tx interface {
 	request.Tx
 	identity.Tx
 	idle.CheckTx
+	previews.InheritTx
 	SessionTx
 	SweepTx
 	FleetTx

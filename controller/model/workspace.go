@@ -119,10 +119,22 @@ type Port struct {
 	ProjectID   core.ProjectID
 	WorkspaceID core.WorkspaceID
 	GuestPort   int
-	Listen      string // ip:port on the runner's host, as the runner has said; empty until it has
+	Listen      string // ip:port on the runner's host, as the runner has said; empty until it has, and for a preview
+	Visibility  Visibility
+	ExpiresAt   *time.Time // of a preview; nil: it ends with its workspace
 	CreatedAt   time.Time
 	Closed      bool // when it was opened, nobody in the guest listened on GuestPort; not kept
 }
+
+// Visibility says who may use a preview. It is empty for a forwarded port.
+type Visibility string
+
+// The visibilities of previews.
+const (
+	VisibilityPrivate Visibility = "private" // who has an API key of the project
+	VisibilitySigned  Visibility = "signed"  // who has the URL with its token
+	VisibilityPublic  Visibility = "public"  // everybody
+)
 
 // ForGrants returns the fields of a workspace that package grants needs.
 func (w Workspace) ForGrants() grants.Workspace {

@@ -126,7 +126,7 @@ func (f *Forwarder) Open(ctx context.Context, project core.ProjectID, id core.Wo
 	return model.Port{}, err
 }
 
-// List lists the forwarded ports of a workspace.
+// List lists the forwarded ports and the previews of a workspace.
 func (f *Forwarder) List(ctx context.Context, project core.ProjectID, id core.WorkspaceID) ([]model.Port, error) {
 	return read(ctx, f, project, func(tx Tx) ([]model.Port, error) {
 		if _, err := tx.Workspace(ctx, id); err != nil {
@@ -136,7 +136,7 @@ func (f *Forwarder) List(ctx context.Context, project core.ProjectID, id core.Wo
 	})
 }
 
-// Close stops forwarding a port.
+// Close stops forwarding a port, or ends a preview.
 func (f *Forwarder) Close(ctx context.Context, project core.ProjectID, workspace core.WorkspaceID, id core.PortID) error {
 	w, err := read(ctx, f, project, func(tx Tx) (model.Workspace, error) { return tx.Workspace(ctx, workspace) })
 	if err != nil {
@@ -184,7 +184,7 @@ func (f *Forwarder) find(ctx context.Context, project core.ProjectID, workspace 
 }
 
 func (f *Forwarder) close(ctx context.Context, s model.Sandbox, p model.Port) error {
-	if s.ID != "" {
+	if s.ID != "" && p.Visibility == "" { // no runner listens for a preview
 		if err := f.runners.ClosePort(ctx, s.Endpoint, s.ID, p.ID); err != nil && core.CategoryOf(err) != core.NotFound {
 			return err
 		}
@@ -206,6 +206,9 @@ func (f *Forwarder) Reopen(ctx context.Context, project core.ProjectID, id core.
 		return
 	}
 	for _, p := range list {
+		if p.Visibility != "" {
+			continue
+		}
 		listen, err := netip.ParseAddrPort(p.Listen)
 		if err == nil {
 			_, err = f.runners.OpenPort(ctx, s.Endpoint, s.ID, runnerapi.PortAt(p.ID, p.GuestPort, listen))

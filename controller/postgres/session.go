@@ -143,7 +143,7 @@ func (t *tx) UseAttachToken(ctx context.Context, hash [32]byte, session core.Ses
 	return row.token(), err
 }
 
-const portColumns = ` id, project_id, workspace_id, guest_port, listen, created_at, false AS closed`
+const portColumns = ` id, project_id, workspace_id, guest_port, listen, visibility, expires_at, created_at, false AS closed`
 
 type portsRow struct {
 	Max  int64 `db:"max_ports"`
@@ -164,6 +164,9 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 	if _, err := t.Exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, pgtx.Args{"project": p.ProjectID}); err != nil {
 		return p, err
 	}
+	if _, err := t.Exec(ctx, `DELETE FROM ports WHERE project_id = @project AND expires_at <= now()`, pgtx.Args{"project": p.ProjectID}); err != nil {
+		return p, err
+	}
 	have, err := pgtx.One[portsRow](ctx, t, tenantrows.NoProject(p.ProjectID), `
 		SELECT q.max_ports, (SELECT count(*) FROM ports WHERE project_id = @project) AS used, (SELECT count(*) FROM ports WHERE workspace_id = @workspace) AS own
 		FROM quotas q WHERE q.project_id = @project`, pgtx.Args{"project": p.ProjectID, "workspace": p.WorkspaceID})
@@ -177,8 +180,10 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 		return p, err
 	}
 	return pgtx.One[controller.Port](ctx, t, nil, `
-		INSERT INTO ports (id, project_id, workspace_id, guest_port, listen) VALUES (@id, @project, @workspace, @guest, @listen) RETURNING`+portColumns,
-		pgtx.Args{"id": p.ID, "project": p.ProjectID, "workspace": p.WorkspaceID, "guest": p.GuestPort, "listen": p.Listen})
+		INSERT INTO ports (id, project_id, workspace_id, guest_port, listen, visibility, expires_at)
+		VALUES (@id, @project, @workspace, @guest, @listen, @visibility, @expires) RETURNING`+portColumns, pgtx.Args{
+		"id": p.ID, "project": p.ProjectID, "workspace": p.WorkspaceID, "guest": p.GuestPort, "listen": p.Listen, "visibility": p.Visibility, "expires": p.ExpiresAt,
+	})
 }
 
 // UpdatePort records where a port really listens.
@@ -190,9 +195,9 @@ func noPort(id core.PortID) error {
 	return core.Errorf(core.NotFound, core.CodePortNotFound, "there is no forwarded port %s", id)
 }
 
-// Ports lists a workspace's ports, oldest first.
+// Ports lists a workspace's ports and previews, oldest first, without those that have expired.
 func (t *tx) Ports(ctx context.Context, id core.WorkspaceID) ([]controller.Port, error) {
-	return pgtx.Many[controller.Port](ctx, t, `SELECT`+portColumns+` FROM ports WHERE workspace_id = @id ORDER BY id`, pgtx.Args{"id": id})
+	return pgtx.Many[controller.Port](ctx, t, `SELECT`+portColumns+` FROM ports WHERE workspace_id = @id AND (expires_at IS NULL OR expires_at > now()) ORDER BY id`, pgtx.Args{"id": id})
 }
 
 // DeletePort removes a row.

@@ -99,8 +99,8 @@ type sandbox struct {
 	ports map[core.PortID]runnerapi.Port
 
 	streams []func() // end its connections to ports of the guest
-	rules runnerapi.EgressRules
-	ca    string
+	rules   runnerapi.EgressRules
+	ca      string
 }
 
 type checkpoint struct {
