@@ -1,0 +1,242 @@
+// Package router serves previews: it leads requests for <port>-<id>.<domain> to a port of a guest. It owns
+// who gets in, what reaches the guest and what a guest may answer, and the connections to guests. It
+// knows no database: package previews finds previews and judges tokens.
+package router
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"runtime/debug"
+	"strconv"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/previews"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/relay"
+	"github.com/coppice-dev/coppice/internal/sandboxhost"
+)
+
+// Previews finds previews, judges their tokens and reaches their guests.
+type Previews interface {
+	Find(ctx context.Context, t sandboxhost.Target) (previews.Preview, error)
+	Token(p previews.Preview, token string) bool
+	Reach(ctx context.Context, p previews.Preview) (previews.Upstream, error)
+	Used(u previews.Upstream)
+}
+
+// Keys judges API keys.
+type Keys interface {
+	Authenticate(ctx context.Context, secret string) (model.Key, error)
+	// WithKey returns a context that ends with the key, and a function that must be called when the work is done.
+	WithKey(ctx context.Context, key model.Key) (context.Context, context.CancelFunc)
+}
+
+// Config says what a router works with. Every field is required.
+type Config struct {
+	Previews Previews
+	Keys     Keys
+	// Refused counts a request of an address that was refused. The error says that the address has made too many.
+	Refused func(address string) error
+	Domain  string // the wildcard name
+	Log     *slog.Logger
+}
+
+// Router is a handler. Run must run beside it.
+type Router struct {
+	cfg    Config
+	pool   pool
+	places places
+}
+
+// New makes a router.
+func New(cfg Config) *Router {
+	return &Router{cfg: cfg, places: places{open: map[*visit]struct{}{}}}
+}
+
+// The headers of this router. None of them reaches a guest.
+const (
+	headerKey     = "Coppice-Key"           // an API key, for a private preview
+	headerToken   = "Coppice-Preview-Token" // the token of a signed preview
+	headerSandbox = "E2b-Sandbox-Id"
+	headerPort    = "E2b-Sandbox-Port"
+	headerTraffic = "E2b-Traffic-Access-Token"
+)
+
+// visit is an admitted request.
+type visit struct {
+	preview  previews.Preview
+	upstream previews.Upstream
+	target   sandboxhost.Target
+	end      context.CancelFunc
+	since    time.Time
+}
+
+// ServeHTTP serves a request.
+func (r *Router) ServeHTTP(w http.ResponseWriter, q *http.Request) {
+	defer func() {
+		p := recover()
+		if p == nil {
+			return
+		}
+		if p == http.ErrAbortHandler { //nolint:errorlint,err113 // it is compared by identity, as net/http does
+			panic(p)
+		}
+		r.cfg.Log.ErrorContext(q.Context(), "request to a preview panicked", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+		writeText(w, http.StatusInternalServerError, "something went wrong inside Coppice; the server's log has the cause")
+	}()
+	t, ok := target(q, r.cfg.Domain)
+	if !ok {
+		writeText(w, http.StatusMisdirectedRequest, "this server serves previews, and this name is not that of a preview")
+		return
+	}
+	if !clean(q) {
+		writeText(w, http.StatusBadRequest, "the request cannot be forwarded")
+		return
+	}
+	p, err := r.cfg.Previews.Find(q.Context(), t)
+	if err != nil {
+		r.refuse(w, q, t, err)
+		return
+	}
+	how, key, err := r.admit(q, p)
+	if err != nil {
+		r.refuse(w, q, t, err)
+		return
+	}
+	if how == byParameter && navigates(q) {
+		keepToken(w, q)
+		return
+	}
+	ctx, end := context.WithCancel(q.Context())
+	defer end()
+	if p.ExpiresAt != nil {
+		var stop context.CancelFunc
+		ctx, stop = context.WithDeadline(ctx, *p.ExpiresAt)
+		defer stop()
+	}
+	if key.ID != "" {
+		var release context.CancelFunc
+		ctx, release = r.cfg.Keys.WithKey(ctx, key)
+		defer release()
+	}
+	v := &visit{preview: p, target: t, end: end, since: time.Now()}
+	leave, full := r.places.enter(v)
+	if full {
+		w.Header().Set("Retry-After", "1")
+		writeText(w, http.StatusTooManyRequests, "this workspace, or its project, has too many requests to its previews at the same time")
+		return
+	}
+	defer leave()
+	up, err := r.cfg.Previews.Reach(ctx, p)
+	if err != nil {
+		r.unreachable(w, q, t, err)
+		return
+	}
+	r.places.reached(v, up)
+	r.forward(w, q.WithContext(ctx), t, up)
+}
+
+// target finds the preview that a request is for: by the name of the host, or by E2B's headers where the host is this server.
+func target(q *http.Request, domain string) (sandboxhost.Target, bool) {
+	if t, ok := sandboxhost.Decode(q.Host, domain); ok {
+		return t, true
+	}
+	if !sandboxhost.Bare(q.Host, domain) {
+		return sandboxhost.Target{}, false
+	}
+	return sandboxhost.New(q.Header.Get(headerSandbox), q.Header.Get(headerPort))
+}
+
+// clean refuses what two servers may read in two ways. net/http has refused most of it.
+func clean(q *http.Request) bool {
+	return q.Method != http.MethodConnect && len(q.Header[headerSandbox]) <= 1 && len(q.Header[headerPort]) <= 1 && len(q.TransferEncoding) <= 1 &&
+		len(q.Header.Values("Upgrade")) <= 1
+}
+
+// unreachable answers a request that was admitted.
+func (r *Router) unreachable(w http.ResponseWriter, q *http.Request, t sandboxhost.Target, err error) {
+	if q.Context().Err() != nil {
+		return
+	}
+	r.cfg.Log.InfoContext(q.Context(), "a preview was not reached", "workspace", t.ID, "port", t.Port, "code", core.CodeOf(err), "err", err)
+	writeAbsent(w, q, t)
+}
+
+// refuse gives one answer to every request that does not get in: to a preview that does not exist and to one of somebody else.
+func (r *Router) refuse(w http.ResponseWriter, q *http.Request, t sandboxhost.Target, err error) {
+	if limited := r.cfg.Refused(q.RemoteAddr); limited != nil {
+		w.Header().Set("Retry-After", "1")
+		writeText(w, http.StatusTooManyRequests, "this address has made too many requests that were refused; repeat the request later")
+		return
+	}
+	if core.CategoryOf(err) == core.Unavailable || core.CategoryOf(err) == core.Internal {
+		r.cfg.Log.WarnContext(q.Context(), "a request to a preview could not be checked", "err", err)
+	}
+	writeAbsent(w, q, t)
+}
+
+// forward carries an admitted request to the guest.
+func (r *Router) forward(w http.ResponseWriter, q *http.Request, t sandboxhost.Target, up previews.Upstream) {
+	transport, release := r.pool.take(up)
+	defer release()
+	proxy := &httputil.ReverseProxy{
+		Transport:     relay.Final(transport),
+		FlushInterval: -1,
+		ErrorLog:      slog.NewLogLogger(r.cfg.Log.Handler(), slog.LevelDebug),
+		Rewrite: func(p *httputil.ProxyRequest) {
+			p.SetURL(&url.URL{Scheme: "http", Host: "guest:" + strconv.Itoa(up.Port)})
+			p.Out.Host = p.In.Host
+			p.SetXForwarded()
+			hide(p.Out, p.In.URL.RawQuery)
+		},
+		ModifyResponse: func(res *http.Response) error { return reduce(res, sandboxhost.Name(q.Host)) },
+		ErrorHandler: func(w http.ResponseWriter, q *http.Request, err error) {
+			if errors.Is(err, context.Canceled) && q.Context().Err() != nil {
+				panic(http.ErrAbortHandler)
+			}
+			r.cfg.Log.DebugContext(q.Context(), "a request to a preview has failed", "workspace", t.ID, "port", t.Port, "err", err)
+			writeClosed(w, q, t)
+		},
+	}
+	proxy.ServeHTTP(w, q)
+}
+
+// recheck is how often requests that go on are compared with their previews.
+const recheck = 5 * time.Second
+
+// Run ends requests whose preview has ended or has another epoch, and closes connections that nobody uses, until ctx ends.
+func (r *Router) Run(ctx context.Context) error {
+	tick := time.NewTicker(recheck)
+	defer tick.Stop()
+	defer r.pool.close()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+			r.check(ctx, time.Now().Add(-recheck))
+			r.pool.prune()
+		}
+	}
+}
+
+// check compares requests that began before a time with their previews.
+func (r *Router) check(ctx context.Context, before time.Time) {
+	for t, list := range r.places.since(before) {
+		p, err := r.cfg.Previews.Find(ctx, t)
+		for _, v := range list {
+			switch {
+			case core.CategoryOf(err) == core.NotFound, err == nil && (p.ID != v.preview.ID || p.Epoch != v.preview.Epoch):
+				v.end()
+			case err == nil && v.upstream.Sandbox != "":
+				r.cfg.Previews.Used(v.upstream)
+			}
+		}
+	}
+}
