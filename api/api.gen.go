@@ -677,6 +677,27 @@ func (e SignalRequestTarget) Valid() bool {
 	}
 }
 
+// Defines values for Visibility.
+const (
+	VisibilityPrivate Visibility = "private"
+	VisibilityPublic  Visibility = "public"
+	VisibilitySigned  Visibility = "signed"
+)
+
+// Valid indicates whether the value is a known member of the Visibility enum.
+func (e Visibility) Valid() bool {
+	switch e {
+	case VisibilityPrivate:
+		return true
+	case VisibilityPublic:
+		return true
+	case VisibilitySigned:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for WatchEventType.
 const (
 	WatchChmod    WatchEventType = "chmod"
@@ -1207,6 +1228,15 @@ type CreatePortRequest struct {
 	// that anything on the host uses, on any address, is refused with `PORT_TAKEN`, and an
 	// address or port that is not allowed with `PORT_NOT_ALLOWED`.
 	Listen string `json:"listen,omitempty,omitzero"`
+
+	// TTLSeconds How long a preview lives. Without it, a signed preview lives for an hour, and others as long as
+	// their workspace. A forwarded port has none.
+	TTLSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
+
+	// Visibility Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in
+	// the header `Coppice-Key`; with `signed`, who has the URL with its token; with `public`, everybody. The
+	// token is for one workspace, port and epoch: it is dead in a fork, and after a restore or a resume.
+	Visibility Visibility `json:"visibility,omitempty,omitzero"`
 }
 
 // CreateProjectRequest defines model for CreateProjectRequest.
@@ -1702,6 +1732,8 @@ type ForkCheckpointRequest struct {
 
 // ForkChild Either `workspace` in state `ready`, or `problem`.
 type ForkChild struct {
+	// Previews The previews that it got from its parent, with URLs of its own.
+	Previews     []Port        `json:"previews,omitempty,omitzero"`
 	Problem      *Failure      `json:"problem,omitempty"`
 	ResealReport *ResealReport `json:"reseal_report,omitempty"`
 
@@ -2129,15 +2161,26 @@ type PatchWorkspaceRequest struct {
 // Port defines model for Port.
 type Port struct {
 	CreatedAt time.Time `json:"created_at"`
+
+	// ExpiresAt When the preview ends.
+	ExpiresAt time.Time `json:"expires_at,omitempty,omitzero"`
 	GuestPort int       `json:"guest_port"`
 	ID        PortID    `json:"id"`
 
-	// Listen `ip:port` on which the forwarder listens.
+	// Listen `ip:port` on which the forwarder listens; empty for a preview.
 	Listen string `json:"listen"`
 
 	// Problem In the answer of the request that made it: `PORT_CLOSED` if no program in the workspace
 	// listens on the port yet. Connections are closed until one does.
 	Problem *Failure `json:"problem,omitempty"`
+
+	// URL Of a preview. The URL of a signed one has its present token, if the key has `workspace:create`.
+	URL string `json:"url,omitempty,omitzero"`
+
+	// Visibility Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in
+	// the header `Coppice-Key`; with `signed`, who has the URL with its token; with `public`, everybody. The
+	// token is for one workspace, port and epoch: it is dead in a fork, and after a restore or a resume.
+	Visibility Visibility `json:"visibility,omitempty,omitzero"`
 
 	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
 	WorkspaceID WorkspaceID `json:"workspace_id"`
@@ -2912,6 +2955,11 @@ type Usage struct {
 	StoredBytes int64 `json:"stored_bytes"`
 	Workspaces  int   `json:"workspaces"`
 }
+
+// Visibility Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in
+// the header `Coppice-Key`; with `signed`, who has the URL with its token; with `public`, everybody. The
+// token is for one workspace, port and epoch: it is dead in a fork, and after a restore or a resume.
+type Visibility string
 
 // Watch defines model for Watch.
 type Watch struct {
@@ -3771,7 +3819,7 @@ type ServerInterface interface {
 	// ListPorts List forwarded ports
 	// (GET /v1/workspaces/{workspace_id}/ports)
 	ListPorts(ctx echo.Context, workspaceID WorkspaceID) error
-	// CreatePort Forward a TCP address of the runner's host to a port of the guest
+	// CreatePort Forward a TCP address of the runner's host to a port of the guest, or open a preview
 	// (POST /v1/workspaces/{workspace_id}/ports)
 	CreatePort(ctx echo.Context, workspaceID WorkspaceID, params CreatePortParams) error
 	// DeletePort Stop forwarding a port
@@ -9431,7 +9479,7 @@ type StrictServerInterface interface {
 	// ListPorts List forwarded ports
 	// (GET /v1/workspaces/{workspace_id}/ports)
 	ListPorts(ctx context.Context, request ListPortsRequestObject) (ListPortsResponseObject, error)
-	// CreatePort Forward a TCP address of the runner's host to a port of the guest
+	// CreatePort Forward a TCP address of the runner's host to a port of the guest, or open a preview
 	// (POST /v1/workspaces/{workspace_id}/ports)
 	CreatePort(ctx context.Context, request CreatePortRequestObject) (CreatePortResponseObject, error)
 	// DeletePort Stop forwarding a port

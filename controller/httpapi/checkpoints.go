@@ -128,11 +128,15 @@ func (s *server) ForkCheckpoint(ctx context.Context, r api.ForkCheckpointRequest
 	}
 	req.Spread = b.Spread
 	a, err := s.control.ForkCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), req, waitOf(r.Params.Wait))
+	var result api.ForkResult
+	if err == nil && a.Done {
+		result, err = s.forkResult(ctx, a)
+	}
 	return answered(a, err,
 		func(op api.AcceptedJSONResponse) api.ForkCheckpointResponseObject {
 			return api.ForkCheckpoint202JSONResponse{AcceptedJSONResponse: op}
 		},
-		func() api.ForkCheckpointResponseObject { return api.ForkCheckpoint201JSONResponse(forkResultOf(a)) })
+		func() api.ForkCheckpointResponseObject { return api.ForkCheckpoint201JSONResponse(result) })
 }
 
 // RestoreCheckpoint serves POST /v1/checkpoints/{id}/restore.

@@ -278,7 +278,10 @@ func execResultOf(r controller.ExecResult) api.ExecResult {
 }
 
 func portOf(p controller.Port) api.Port {
-	out := api.Port{ID: string(p.ID), WorkspaceID: string(p.WorkspaceID), GuestPort: p.GuestPort, Listen: p.Listen, CreatedAt: p.CreatedAt}
+	out := api.Port{ID: string(p.ID), WorkspaceID: string(p.WorkspaceID), GuestPort: p.GuestPort, Listen: p.Listen, Visibility: api.Visibility(p.Visibility), CreatedAt: p.CreatedAt}
+	if p.ExpiresAt != nil {
+		out.ExpiresAt = *p.ExpiresAt
+	}
 	if p.Closed {
 		out.Problem = &api.Failure{Code: string(core.CodePortClosed), Message: fmt.Sprintf("no program in the workspace listens on port %d yet", p.GuestPort)}
 	}

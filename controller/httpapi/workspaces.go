@@ -144,11 +144,15 @@ func (s *server) ForkWorkspace(ctx context.Context, r api.ForkWorkspaceRequestOb
 		return nil, err
 	}
 	a, err := s.control.ForkWorkspace(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), cp, fork, waitOf(r.Params.Wait))
+	var result api.ForkResult
+	if err == nil && a.Done {
+		result, err = s.forkResult(ctx, a)
+	}
 	return answered(a, err,
 		func(op api.AcceptedJSONResponse) api.ForkWorkspaceResponseObject {
 			return api.ForkWorkspace202JSONResponse{AcceptedJSONResponse: op}
 		},
-		func() api.ForkWorkspaceResponseObject { return api.ForkWorkspace201JSONResponse(forkResultOf(a)) })
+		func() api.ForkWorkspaceResponseObject { return api.ForkWorkspace201JSONResponse(result) })
 }
 
 // RestoreWorkspace serves POST /v1/workspaces/{id}/restore.
@@ -184,28 +188,6 @@ func (s *server) ListProcesses(ctx context.Context, r api.ListProcessesRequestOb
 		return nil, err
 	}
 	return api.ListProcesses200JSONResponse{Items: convert(list, processOf)}, nil
-}
-
-// ListPorts serves GET /v1/workspaces/{id}/ports.
-func (s *server) ListPorts(ctx context.Context, r api.ListPortsRequestObject) (api.ListPortsResponseObject, error) {
-	list, err := s.control.Ports().List(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
-	if err != nil {
-		return nil, err
-	}
-	return api.ListPorts200JSONResponse{Items: convert(list, portOf)}, nil
-}
-
-// CreatePort serves POST /v1/workspaces/{id}/ports.
-func (s *server) CreatePort(ctx context.Context, r api.CreatePortRequestObject) (api.CreatePortResponseObject, error) {
-	listen, err := listenIn(r.Body.Listen)
-	if err != nil {
-		return nil, err
-	}
-	p, err := s.control.Ports().Open(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), r.Body.GuestPort, listen)
-	if err != nil {
-		return nil, err
-	}
-	return api.CreatePort201JSONResponse(portOf(p)), nil
 }
 
 // DeletePort serves DELETE /v1/workspaces/{id}/ports/{port_id}.

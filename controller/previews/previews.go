@@ -166,16 +166,11 @@ func (m *Manager) Open(ctx context.Context, project core.ProjectID, id core.Work
 	return made, err
 }
 
-// View is a preview as a user sees it.
-type View struct {
-	URL string // with the token, if the preview is signed and the user may have it
-}
-
-// Views returns the URLs of previews by their ids. Without tokens, the URLs of signed previews have none.
-func (m *Manager) Views(ctx context.Context, project core.ProjectID, ports []model.Port, tokens bool) (map[core.PortID]View, error) {
+// URLs returns the URLs of previews by their ids. Without tokens, the URLs of signed previews have none.
+func (m *Manager) URLs(ctx context.Context, project core.ProjectID, ports []model.Port, tokens bool) (map[core.PortID]string, error) {
 	site := m.site.Load()
 	epochs := map[core.WorkspaceID]int64{}
-	out := map[core.PortID]View{}
+	out := map[core.PortID]string{}
 	if site == nil {
 		return out, nil
 	}
@@ -197,7 +192,7 @@ func (m *Manager) Views(ctx context.Context, project core.ProjectID, ports []mod
 		if tokens && p.Visibility == model.VisibilitySigned {
 			url += "?" + TokenParameter + "=" + site.token(Preview{Port: p, Epoch: epochs[p.WorkspaceID]})
 		}
-		out[p.ID] = View{URL: url}
+		out[p.ID] = url
 	}
 	return out, nil
 }
@@ -223,6 +218,15 @@ func (s *Site) url(p model.Port) string {
 	host := sandboxhost.Target{ID: strings.TrimPrefix(string(p.WorkspaceID), prefix), Port: p.GuestPort}.Host(s.Domain)
 	if s.Port != "" {
 		host = net.JoinHostPort(host, s.Port)
+	}
+	return s.Scheme + "://" + host + "/"
+}
+
+// Form is the form of the URLs of previews, for people.
+func (s *Site) Form() string {
+	host := "<port>-<id>." + s.Domain
+	if s.Port != "" {
+		host += ":" + s.Port
 	}
 	return s.Scheme + "://" + host + "/"
 }

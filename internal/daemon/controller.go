@@ -40,7 +40,8 @@ type ControllerConfig struct {
 	APIKeyFile   string    // holds, or gets, the first API key; empty: none is made
 	JoinKeyFile  string    // likewise, a key that makes join tokens and nothing else
 	E2B          E2BConfig // with the certificate of the public API, or without TLS if the public API is
-	Metrics      string    // host:port of the metrics, on loopback; empty: nowhere
+	Preview      PreviewConfig
+	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
 	Secrets      SecretsConfig
 	Tune         controller.Config
@@ -94,6 +95,9 @@ func (c ControllerConfig) validate() error {
 	}
 	if c.TLSCert == "" && c.E2B.Listen != "" && !loopback(c.E2B.Listen) && !c.PlainHTTP {
 		bad("E2B's clients would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.E2B.Listen)
+	}
+	if err := c.Preview.Validate(c.PlainHTTP); err != nil {
+		errs = append(errs, err)
 	}
 	if c.TLSCert == "" && !loopback(c.Listen) && !c.PlainHTTP {
 		bad("the API would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
@@ -183,6 +187,10 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err != nil {
 		return err
 	}
+	preview, router, err := cfg.listenPreviews(ctx, control, trust, &steps)
+	if err != nil {
+		return err
+	}
 	inner, err := listenTLS(ctx, cfg.RunnerListen, "runner-listen", identity.JoinServer(), httpapi.NewInternalTLS(control, cfg.Log.With("component", "internal")), cfg.Log)
 	if err != nil {
 		return err
@@ -197,7 +205,8 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	}
 	// No more requests first, then the operations end, and last nobody listens to runners any more.
 	return runInOrder(ctx,
-		part{"public listeners", served(public, compat)},
+		part{"public listeners", served(public, compat, preview)},
+		part{"previews", runRouter(router)},
 		part{"controller", control.Run},
 		part{"runners' listener", served(inner)},
 		part{"metrics", metrics.Run},

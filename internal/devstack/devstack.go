@@ -33,6 +33,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/previews/router"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
@@ -55,7 +56,8 @@ type Config struct {
 	Listen    string // host:port of the public API, on loopback; port 0 picks a free one
 	PlainHTTP bool   // serve the public API without TLS although it is not on loopback
 	E2B       daemon.E2BConfig
-	OnExit    OnExit // empty: Stop
+	Preview   daemon.PreviewConfig // without TLS, on loopback
+	OnExit    OnExit               // empty: Stop
 	// Hurry ends what OnExit says early when it is closed. nil: nobody hurries.
 	Hurry <-chan struct{}
 	Tell  func(string) // tells a person what happens at the end; may be nil
@@ -66,6 +68,7 @@ type Config struct {
 type Ready struct {
 	Server  string // http://host:port, as this machine reaches it
 	E2B     string `json:",omitempty"` // likewise, for E2B's clients
+	Preview string `json:",omitempty"` // the form of the URLs of previews
 	Key     string
 	DataDir string
 	Volume  string // what the runner's files are on
@@ -120,11 +123,15 @@ type stack struct {
 	store     *postgres.Store
 	control   *controller.Controller
 	trusted   controller.Trust
-	taken     []net.Listener // public ones, before anything is served: the API's, and that of E2B's clients
+	onAPI     net.Listener // public ones, before anything is served; nil: not served
+	onE2B     net.Listener
+	onPreview net.Listener
+	previews  *router.Router // nil: none are served
 	inner     []server       // between controller and runner
 	public    []server
 	server    string
 	e2b       string
+	preview   string
 }
 
 type server struct {
@@ -134,10 +141,14 @@ type server struct {
 
 // Check refuses addresses on which the keys would be visible on the network, unless PlainHTTP permits it.
 func (cfg Config) Check() error {
-	if err := cfg.checkAddress("listen", cfg.Listen); err != nil || cfg.E2B.Listen == "" {
-		return err
+	err := cfg.checkAddress("listen", cfg.Listen)
+	if err == nil && cfg.E2B.Listen != "" {
+		err = cfg.checkAddress("e2b-listen", cfg.E2B.Listen)
 	}
-	return cfg.checkAddress("e2b-listen", cfg.E2B.Listen)
+	if err == nil && cfg.Preview.Listen != "" {
+		err = cfg.checkAddress("preview-listen", cfg.Preview.Listen)
+	}
+	return errors.Join(err, cfg.Preview.Validate(cfg.PlainHTTP))
 }
 
 func (cfg Config) checkAddress(flag, address string) error {
@@ -154,15 +165,18 @@ func (cfg Config) checkAddress(flag, address string) error {
 
 // listen listens on the addresses. Nothing is served on them before everything runs.
 func (s *stack) listen(ctx context.Context) error {
-	for _, at := range [][2]string{{s.cfg.Listen, "listen"}, {s.cfg.E2B.Listen, "e2b-listen"}} {
-		if at[0] == "" {
+	for _, at := range []struct {
+		address, flag string
+		to            *net.Listener
+	}{{s.cfg.Listen, "listen", &s.onAPI}, {s.cfg.E2B.Listen, "e2b-listen", &s.onE2B}, {s.cfg.Preview.Listen, "preview-listen", &s.onPreview}} {
+		if at.address == "" {
 			continue
 		}
-		l, err := s.take(ctx, "tcp", at[0], at[1])
+		l, err := s.take(ctx, "tcp", at.address, at.flag)
 		if err != nil {
 			return err
 		}
-		s.taken = append(s.taken, l)
+		*at.to = l
 	}
 	var err error
 	if s.metrics, err = daemon.OpenMetrics(ctx, s.cfg.Metrics, s.log); err != nil {
@@ -170,9 +184,9 @@ func (s *stack) listen(ctx context.Context) error {
 	}
 	s.steps.Push("metrics", func(context.Context) error { return s.metrics.Close() })
 	s.cfg.Registry = s.metrics
-	s.server = "http://" + reachable(s.taken[0].Addr())
-	if len(s.taken) > 1 {
-		s.e2b = "http://" + reachable(s.taken[1].Addr())
+	s.server = "http://" + reachable(s.onAPI.Addr())
+	if s.onE2B != nil {
+		s.e2b = "http://" + reachable(s.onE2B.Addr())
 	}
 	return nil
 }
@@ -310,18 +324,26 @@ func (s *stack) serveAll(ctx context.Context) error {
 		}
 		s.serve(&s.inner, l, on.handler)
 	}
-	handlers := []http.Handler{api}
-	if s.cfg.E2B.Listen != "" {
+	s.serve(&s.public, s.onAPI, api)
+	if s.onE2B != nil {
 		s.cfg.E2B.LocalPorts = true
 		compat, err := s.cfg.E2B.Handler(api, s.control, s.trusted, s.log)
 		if err != nil {
 			return err
 		}
-		handlers = append(handlers, compat)
+		s.serve(&s.public, s.onE2B, compat)
 	}
-	for i, l := range s.taken {
-		s.serve(&s.public, l, handlers[i])
+	if s.onPreview == nil {
+		return nil
 	}
+	site, err := s.cfg.Preview.Site(s.onPreview.Addr(), s.trusted)
+	if err != nil {
+		return err
+	}
+	s.control.Previews().Serve(site)
+	s.preview = site.Form()
+	s.previews = s.cfg.Preview.Router(s.control, s.log)
+	s.serve(&s.public, s.onPreview, s.previews)
 	return nil
 }
 
@@ -378,6 +400,9 @@ func (s *stack) run(asked context.Context, ready func(Ready) error) error {
 	group.Go(func() error { return link.Deliver(ops) })
 	group.Go(func() error { return s.host.Runner.Seal(ops, link, link.Epoch) })
 	group.Go(func() error { return s.metrics.Run(ctx) })
+	if s.previews != nil {
+		group.Go(func() error { return s.previews.Run(ctx) })
+	}
 	group.Go(func() error {
 		defer stopVMs()
 		return s.control.Run(ops)
@@ -420,7 +445,7 @@ func (s *stack) awaitReady(ctx context.Context, ready func(Ready) error) error {
 	defer tick.Stop()
 	for {
 		if err := s.control.Ready(ctx); err == nil {
-			return ready(Ready{Server: s.server, E2B: s.e2b, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
+			return ready(Ready{Server: s.server, E2B: s.e2b, Preview: s.preview, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
 		} else if code := core.CodeOf(err); code != core.CodeNoRunner {
 			return err
 		}

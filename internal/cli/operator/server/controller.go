@@ -52,6 +52,8 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.StringVar(&cfg.TLSKey, "tls-key", "", "`file` with the key of that certificate, in PEM")
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, ", as --listen is served (default: not served)")
+	previewFlags(f, &cfg.Preview, " (default: not served)", "")
+	previewTLSFlags(f, &cfg.Preview)
 	f.StringVar(&cfg.RunnerListen, "runner-listen", "127.0.0.1:7071", "`address` for runners, always with mutual TLS")
 	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` with the key that encrypts the cluster's keys in the database; the first controller creates it")
 	f.StringVar(&cfg.MasterKeys, "master-key-file", "", "`file` with the master keys that wrap the keys of projects with encryption, one per line in hex, the present one first")
@@ -137,7 +139,7 @@ func fromEnvironment(a *cli.App, c *cobra.Command) error {
 
 // serverFlags are those of the servers that have no variable of their own.
 var serverFlags = []string{
-	"database", "database-file", "database-wait", "allow-weak-database", "listen", "tls-cert", "tls-key", "plain-http", "e2b-listen", "e2b-domain", "e2b-user", "e2b-open-egress", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
+	"database", "database-file", "database-wait", "allow-weak-database", "listen", "tls-cert", "tls-key", "plain-http", "e2b-listen", "e2b-domain", "e2b-user", "e2b-open-egress", "preview-listen", "preview-domain", "preview-tls-cert", "preview-tls-key", "preview-acme-host", "preview-acme-cache", "preview-acme-directory", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",

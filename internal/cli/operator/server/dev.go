@@ -53,6 +53,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, " (default 127.0.0.1:7075, or a free port if --listen does not have port 7070); - for none")
+	previewFlags(f, &cfg.Preview, " (default 127.0.0.1:7076, or a free port if --listen does not have port 7070); - for none", "localhost")
 	f.StringVar(&onExit, "on-exit", string(devstack.Suspend), "what to `do` with running workspaces at Ctrl-C: suspend, terminate, or stop")
 	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
@@ -69,7 +70,10 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		daemon.RelaxGC()
-		cfg.E2B.Listen = devE2B(cfg.E2B.Listen, cfg.Listen)
+		cfg.E2B.Listen = beside(cfg.E2B.Listen, cfg.Listen, "127.0.0.1:7075")
+		if cfg.Preview.Listen = beside(cfg.Preview.Listen, cfg.Listen, "127.0.0.1:7076"); cfg.Preview.Listen == "" {
+			cfg.Preview.Domain = ""
+		}
 		if err := cfg.Check(); err != nil {
 			return err
 		}
@@ -115,15 +119,15 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	return c
 }
 
-// devE2B is where E2B's clients are served.
-func devE2B(address, api string) string {
+// beside is where something is served beside the API: at an address that was given, or else at its usual one if the API is at its own.
+func beside(address, api, usual string) string {
 	switch {
 	case address == "-":
 		return ""
 	case address != "":
 		return address
 	case strings.HasSuffix(api, ":7070"):
-		return "127.0.0.1:7075"
+		return usual
 	}
 	return "127.0.0.1:0"
 }
@@ -134,6 +138,14 @@ func e2bText(cfg devstack.Config, r devstack.Ready) string {
 		return ""
 	}
 	return fmt.Sprintf("  E2B      E2B_API_URL and E2B_SANDBOX_URL %s, E2B_API_KEY as in %s; egress %s\n", r.E2B, filepath.Join(r.DataDir, "api-key"), cfg.E2B.Egress())
+}
+
+// previewText says where previews are.
+func previewText(r devstack.Ready) string {
+	if r.Preview == "" {
+		return ""
+	}
+	return "  previews " + r.Preview + "\n"
 }
 
 // secondSignal is closed by the first signal after the one that ended ctx.
@@ -177,6 +189,6 @@ Try this in another terminal, as the same user:
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
 %s
-`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r), warnings(r.Weak), atExit(cfg.OnExit))
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r)+previewText(r), warnings(r.Weak), atExit(cfg.OnExit))
 	return err
 }

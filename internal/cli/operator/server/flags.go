@@ -148,3 +148,18 @@ func parseSizeOr(s, none string) (int64, error) {
 	}
 	return argument.Size(s)
 }
+
+// previewFlags adds the flags of previews.
+func previewFlags(f *pflag.FlagSet, cfg *daemon.PreviewConfig, listen, domain string) {
+	f.StringVar(&cfg.Listen, "preview-listen", "", "serve previews on this `address`"+listen)
+	f.StringVar(&cfg.Domain, "preview-domain", domain, "the `name` whose subdomains lead to --preview-listen, for <port>-<workspace>.NAME; NAME:PORT if URLs have another port")
+}
+
+// previewTLSFlags adds those of their certificates.
+func previewTLSFlags(f *pflag.FlagSet, cfg *daemon.PreviewConfig) {
+	f.StringVar(&cfg.TLSCert, "preview-tls-cert", "", "certificate `file` of previews, in PEM, for *.NAME; read again when it changes")
+	f.StringVar(&cfg.TLSKey, "preview-tls-key", "", "`file` with the key of that certificate, in PEM")
+	f.StringSliceVar(&cfg.ACMEHosts, "preview-acme-host", nil, "get certificates by ACME (tls-alpn-01) for these `names` of previews, and for no others; --preview-listen must be reachable at port 443")
+	f.StringVar(&cfg.ACMECache, "preview-acme-cache", "", "`directory` that keeps those certificates and their keys")
+	f.StringVar(&cfg.ACMEDirectory, "preview-acme-directory", "", "`URL` of the ACME authority (default: Let's Encrypt)")
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -99,6 +100,7 @@ func joinHost(address string, port uint64) string {
 }
 
 func printPorts(w io.Writer, ports []coppice.Port) error {
+	ports = slices.DeleteFunc(slices.Clone(ports), func(p coppice.Port) bool { return p.Visibility != "" }) // 'coppice ws previews' lists these
 	if len(ports) == 0 {
 		_, err := fmt.Fprintln(w, "No ports are forwarded.")
 		return err

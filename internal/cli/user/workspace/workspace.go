@@ -32,7 +32,7 @@ WORKSPACE is a name, an id, or the end of an id.`,
 	}
 	c.AddCommand(
 		newCreateCommand(a), newListCommand(a), newShowCommand(a), newRemoveCommand(a),
-		newCopyCommand(a), newForwardCommand(a), newSuspendCommand(a), newResumeCommand(a),
+		newCopyCommand(a), newForwardCommand(a), newPreviewCommand(a), newPreviewsCommand(a), newSuspendCommand(a), newResumeCommand(a),
 		newMakeDirCommand(a), newMoveCommand(a), newStatCommand(a), newWatchCommand(a),
 	)
 	return c
@@ -265,7 +265,11 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 	}
 	forwarded := make([]string, 0, len(ports))
 	for _, p := range ports {
-		forwarded = append(forwarded, fmt.Sprintf("%s -> %d", p.Listen, p.GuestPort))
+		from := p.Listen
+		if p.Visibility != "" {
+			from = string(p.Visibility) + " preview"
+		}
+		forwarded = append(forwarded, fmt.Sprintf("%s -> %d", from, p.GuestPort))
 	}
 	return render.Facts(w,
 		"name", ws.Name, "id", ws.ID, "state", state(ws), "failure", failure, "stands still", stall,

@@ -162,6 +162,7 @@ __all__ = [
     "TreeNode",
     "TreeWorkspace",
     "Usage",
+    "Visibility",
     "Watch",
     "WatchEvent",
     "WatchID",
@@ -668,6 +669,8 @@ class ForkChild(Model):
     timings: Timings
     workspace: Workspace | None = None
     reseal_report: ResealReport | None = None
+    previews: list[Port] | None = None
+    """The previews that it got from its parent, with URLs of its own."""
     problem: Failure | None = None
 
 
@@ -691,6 +694,11 @@ class ProcessList(Model):
 class CreatePortRequest(Model):
     """CreatePortRequest of the API."""
     guest_port: int
+    visibility: Visibility | None = None
+    ttl_seconds: int | None = None
+    """How long a preview lives. Without it, a signed preview lives for an hour, and others as long as their
+    workspace. A forwarded port has none.
+    """
     listen: str | None = None
     """`ip:port` or `:port` of the runner's host, among the addresses and ports that its operator allows: by default
     the loopback addresses, and ports from 1024 up. Without an address the runner chooses one. Port 0, or no
@@ -705,8 +713,13 @@ class Port(Model):
     workspace_id: WorkspaceID
     guest_port: int
     listen: str
-    """`ip:port` on which the forwarder listens."""
+    """`ip:port` on which the forwarder listens; empty for a preview."""
     created_at: datetime
+    visibility: Visibility | None = None
+    url: str | None = None
+    """Of a preview. The URL of a signed one has its present token, if the key has `workspace:create`."""
+    expires_at: datetime | None = None
+    """When the preview ends."""
     problem: Failure | None = None
     """In the answer of the request that made it: `PORT_CLOSED` if no program in the workspace listens on the port
     yet. Connections are closed until one does.
@@ -1775,6 +1788,11 @@ Timings: TypeAlias = list[Timing]
 FlowOutcome: TypeAlias = str
 # One of http, tls, tcp; a newer server may have others.
 FlowProtocol: TypeAlias = str
+# Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in the header
+# `Coppice-Key`; with `signed`, who has the URL with its token; with `public`, everybody. The token is for one
+# workspace, port and epoch: it is dead in a fork, and after a restore or a resume. One of private, signed, public; a
+# newer server may have others.
+Visibility: TypeAlias = str
 WatchID: TypeAlias = str
 # Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
 FilePath: TypeAlias = str

@@ -564,6 +564,8 @@ export interface ForkResult {
 export interface ForkChild {
   workspace?: Workspace;
   reseal_report?: ResealReport;
+  /** The previews that it got from its parent, with URLs of its own. */
+  previews?: Port[];
   timings: Timings;
   problem?: Failure;
 }
@@ -585,6 +587,12 @@ export interface ProcessList {
 
 export interface CreatePortRequest {
   guest_port: number;
+  visibility?: Visibility;
+  /**
+   * How long a preview lives. Without it, a signed preview lives for an hour, and others as long as
+   * their workspace. A forwarded port has none.
+   */
+  ttl_seconds?: number;
   /**
    * `ip:port` or `:port` of the runner's host, among the addresses and ports that its
    * operator allows: by default the loopback addresses, and ports from 1024 up. Without an
@@ -595,12 +603,24 @@ export interface CreatePortRequest {
   listen?: string;
 }
 
+/**
+ * Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in
+ * the header `Coppice-Key`; with `signed`, who has the URL with its token; with `public`, everybody. The
+ * token is for one workspace, port and epoch: it is dead in a fork, and after a restore or a resume.
+ */
+export type Visibility = "private" | "signed" | "public";
+
 export interface Port {
   id: PortID;
   workspace_id: WorkspaceID;
   guest_port: number;
-  /** `ip:port` on which the forwarder listens. */
+  /** `ip:port` on which the forwarder listens; empty for a preview. */
   listen: string;
+  visibility?: Visibility;
+  /** Of a preview. The URL of a signed one has its present token, if the key has `workspace:create`. */
+  url?: string;
+  /** When the preview ends. */
+  expires_at?: string;
   created_at: string;
   /**
    * In the answer of the request that made it: `PORT_CLOSED` if no program in the workspace

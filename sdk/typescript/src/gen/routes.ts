@@ -257,7 +257,7 @@ export interface Operations {
     body: undefined;
     result: models.PortList;
   };
-  /** Forward a TCP address of the runner's host to a port of the guest */
+  /** Forward a TCP address of the runner's host to a port of the guest, or open a preview */
   createPort: {
     path: { workspace_id: models.WorkspaceID };
     query: {};
