@@ -2,6 +2,8 @@ package router
 
 import (
 	"context"
+	"errors"
+	"io"
 	"net/http"
 	"net/url"
 	"strings"
@@ -154,8 +156,23 @@ func hide(out *http.Request, query string) {
 	}
 }
 
+// upgraded is the guest's end of a connection that has changed its protocol. When the guest closes it, the client's end is closed as well.
+type upgraded struct{ io.ReadWriteCloser }
+
+// Read returns an error at the end, which a reverse proxy does not take for the end of one direction.
+func (u upgraded) Read(b []byte) (int, error) {
+	n, err := u.ReadWriteCloser.Read(b)
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	return n, err
+}
+
 // reduce limits an answer of a guest to its own host.
 func reduce(res *http.Response, host string) error {
+	if stream, ok := res.Body.(io.ReadWriteCloser); ok && res.StatusCode == http.StatusSwitchingProtocols {
+		res.Body = upgraded{stream}
+	}
 	h := res.Header
 	h.Del("Clear-Site-Data") // it would clear the cookies of all sandboxes
 	h.Del("Alt-Svc")         // it would lead browsers past this router

@@ -87,7 +87,7 @@ func TestSigned(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.preview(ws.ID, 5000, coppice.VisibilityPublic) // a fork does not get it
-	fork, err := w.rest.ForkCheckpoint(t.Context(), cp.ID, coppice.ForkCheckpointRequest{Count: 1})
+	fork, err := w.rest.ForkCheckpoint(t.Context(), cp.ID, coppice.ForkCheckpointRequest{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -142,7 +142,7 @@ func TestPrivate(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		return k.Key
+		return k.Secret
 	}
 	own := string(w.project())
 	other, err := w.rest.CreateProject(t.Context(), coppice.CreateProjectRequest{Name: "other"})
