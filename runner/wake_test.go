@@ -2,9 +2,9 @@ package runner
 
 import "testing"
 
-// TestRoomIsTold: when a checkpoint is deleted or a sandbox ends, the controller hears at once how much is free. What was not
-// there makes no room and no message: a message for it could bring the same order again, without end.
-func TestRoomIsTold(t *testing.T) {
+// TestRoomIsReported: when a checkpoint is deleted or a sandbox ends, the controller hears at once how much is free. What was not
+// there makes no room and no message: a message for it could cause the same order again, without end.
+func TestRoomIsReported(t *testing.T) {
 	t.Parallel()
 	r := newFakeRig(t, func(c *Config) { c.Rebase.Off = true })
 	cp := r.boot()
@@ -12,7 +12,7 @@ func TestRoomIsTold(t *testing.T) {
 	for _, c := range []struct {
 		what string
 		do   func() error
-		told bool
+		sent bool
 	}{
 		{"a checkpoint is deleted", func() error { return r.DeleteCheckpoint(cp) }, true},
 		{"it is deleted again", func() error { return r.DeleteCheckpoint(cp) }, false},
@@ -25,8 +25,8 @@ func TestRoomIsTold(t *testing.T) {
 		if err := c.do(); err != nil {
 			t.Fatalf("%s: %v", c.what, err)
 		}
-		if told := len(r.Wake()) > 0; told != c.told {
-			t.Errorf("%s: the controller is told: %t, want %t", c.what, told, c.told)
+		if sent := len(r.Wake()) > 0; sent != c.sent {
+			t.Errorf("%s: a heartbeat is sent: %t, want %t", c.what, sent, c.sent)
 		}
 	}
 }

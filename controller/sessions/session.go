@@ -48,10 +48,10 @@ func (k *Keeper) StartSession(ctx context.Context, project core.ProjectID, id co
 func (k *Keeper) startSession(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest) (View, model.Workspace, error) {
 	row := model.Session{ID: core.NewID[core.SessionID](), ProjectID: project, WorkspaceID: id}
 	row.GuestID = row.ID
-	resting, woken := false, false // the workspace must be resumed before its use
+	asleep, woken := false, false // the workspace must be resumed before its use
 	insert := func(tx Tx) (model.Workspace, error) {
 		w, err := tx.Workspace(ctx, id)
-		if resting = err == nil && !woken && w.Asleep(); resting {
+		if asleep = err == nil && !woken && w.Asleep(); asleep {
 			return w, nil
 		}
 		if err := request.Bind(ctx, tx, project, string(row.ID)); err != nil {
@@ -67,7 +67,7 @@ func (k *Keeper) startSession(ctx context.Context, project core.ProjectID, id co
 		return w, tx.InsertSession(ctx, row, k.cfg.Quota)
 	}
 	w, err := inProject(ctx, k.store, project, insert)
-	if err == nil && resting {
+	if err == nil && asleep {
 		if w, err = k.cfg.Awaken(ctx, w); err == nil {
 			woken = true
 			w, err = inProject(ctx, k.store, project, insert)

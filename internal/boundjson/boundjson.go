@@ -99,7 +99,7 @@ func (f *filter) Read(p []byte) (int, error) {
 		f.left -= int64(n)
 		kept := p[:0]
 		for _, c := range p[:n] {
-			if f.admit(c) {
+			if f.allow(c) {
 				kept = append(kept, c)
 			}
 			if f.err != nil {
@@ -122,8 +122,8 @@ func (f *filter) over(what string, limit int64) error {
 	return &Error{Message: f.bound.Name, What: what, Limit: limit}
 }
 
-// admit says whether a byte is passed on.
-func (f *filter) admit(c byte) bool {
+// allow says whether a byte is passed on.
+func (f *filter) allow(c byte) bool {
 	if f.inString {
 		return f.inText(c) && f.cutAt == 0
 	}

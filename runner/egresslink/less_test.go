@@ -122,7 +122,7 @@ func TestRestored(t *testing.T) {
 	g.Sandbox.mu.Lock()
 	defer g.Sandbox.mu.Unlock()
 	if !g.acked.has(c, g.rules) {
-		t.Errorf("it is told %+v", g.acked)
+		t.Errorf("the process has acknowledged %+v", g.acked)
 	}
 }
 

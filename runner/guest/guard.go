@@ -56,15 +56,15 @@ func (g *guard) Read(b []byte) (int, error) {
 			break
 		}
 		g.headAt = 0
-		if !g.admit() {
+		if !g.allow() {
 			return 0, errors.Join(errMisbehaved, io.ErrUnexpectedEOF)
 		}
 	}
 	return n, err
 }
 
-// admit judges one frame's head and counts what nobody asked for.
-func (g *guard) admit() bool {
+// allow judges one frame's head and counts what nobody asked for.
+func (g *guard) allow() bool {
 	length := binary.BigEndian.Uint32(g.head[8:])
 	size := minUsualData
 	switch {

@@ -150,7 +150,7 @@ func (d *Data) attach(w http.ResponseWriter, q *http.Request) {
 		d.fail(w, q, core.Errorf(core.Invalid, core.CodeInvalidField, "Upgrade: this route speaks WebSocket only"))
 		return
 	}
-	c, err := d.admit(q, pass.Attach)
+	c, err := d.authorize(q, pass.Attach)
 	if err != nil {
 		d.fail(w, q, err)
 		return
@@ -159,7 +159,7 @@ func (d *Data) attach(w http.ResponseWriter, q *http.Request) {
 }
 
 func (d *Data) files(w http.ResponseWriter, q *http.Request) {
-	c, err := d.admit(q, pass.Files)
+	c, err := d.authorize(q, pass.Files)
 	if err != nil {
 		d.fail(w, q, err)
 		return
@@ -180,9 +180,9 @@ func (d *Data) files(w http.ResponseWriter, q *http.Request) {
 	d.pass(w, q, c, path, names...)
 }
 
-// admit judges a pass and looks whether what it names is still there: the sandbox of a workspace changes with every restore,
+// authorize checks a pass, and that the sandbox in it still exists: the sandbox of a workspace changes with every restore,
 // and a fork has one of its own.
-func (d *Data) admit(q *http.Request, scope pass.Scope) (pass.Claims, error) {
+func (d *Data) authorize(q *http.Request, scope pass.Scope) (pass.Claims, error) {
 	token, ok := strings.CutPrefix(q.Header.Get("Authorization"), "Bearer ")
 	if !ok && scope == pass.Attach {
 		token = q.URL.Query().Get("token") // browsers cannot set a header on a WebSocket

@@ -55,7 +55,7 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 }
 
 // NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server: whoever shows another
-// certificate than a controller's, such as another runner's, is refused; but runners that peers admits may ask for objects of the store.
+// certificate than a controller's, such as another runner's, is refused; but runners that peers allows may ask for objects of the store.
 func NewTLS(r *runner.Runner, peers *Peers, log *slog.Logger) http.Handler {
 	return newServer(r, log).handler(func(q *http.Request, route string) error {
 		peer, err := mtls.PeerOf(q)
@@ -63,7 +63,7 @@ func NewTLS(r *runner.Runner, peers *Peers, log *slog.Logger) http.Handler {
 			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the runner's API takes requests from controllers only, not from runner %s", peer.Runner)
 		}
 		if err == nil && !peer.Controller {
-			err = peers.admit(peer.Runner)
+			err = peers.allow(peer.Runner)
 		}
 		return err
 	})

@@ -9,14 +9,14 @@ import (
 
 // Peers says which other runners may read objects here. A certificate is good for a day, so it does not say whether its runner was removed
 // from the cluster meanwhile; the controllers do, with each answer to a heartbeat. While they are silent for longer than they said, no
-// runner is admitted.
+// runner is allowed.
 type Peers struct {
 	mu      sync.Mutex // guards what follows
 	removed map[core.RunnerID]bool
 	until   time.Time
 }
 
-// NewPeers returns peers that admit nobody before the first call of Learn.
+// NewPeers returns peers that allow nobody before the first call of Learn.
 func NewPeers() *Peers { return &Peers{} }
 
 // Learn replaces the list of runners that were removed. It holds until good has passed since the time at.
@@ -30,8 +30,8 @@ func (p *Peers) Learn(removed []core.RunnerID, at time.Time, good time.Duration)
 	p.removed, p.until = list, at.Add(good)
 }
 
-// admit refuses a runner whose certificate is genuine.
-func (p *Peers) admit(id core.RunnerID) error {
+// allow refuses a runner whose certificate is genuine.
+func (p *Peers) allow(id core.RunnerID) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {

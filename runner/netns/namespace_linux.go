@@ -243,12 +243,12 @@ func (n *Namespace) open(ctx context.Context, next plan) error {
 	if err := n.apply(next); err != nil {
 		return err
 	}
-	return n.space.inside(func() error { return admit(next) })
+	return n.space.inside(func() error { return makeReachable(next) })
 }
 
-// admit brings the tap of the calling thread's namespace up and makes the guest reachable. Its neighbour entry is
+// makeReachable brings the tap of the calling thread's namespace up and makes the guest reachable. Its neighbour entry is
 // permanent: no ARP of the guest can change it and none is asked for. Repeating it changes nothing.
-func admit(p plan) error {
+func makeReachable(p plan) error {
 	tap, err := tapUp()
 	if err != nil {
 		return err

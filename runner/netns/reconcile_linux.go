@@ -60,7 +60,7 @@ func (n *Namespace) recover() error {
 	}
 	finish := tapDown
 	if n.plan.state == opened {
-		finish = func() error { return admit(n.plan) }
+		finish = func() error { return makeReachable(n.plan) }
 	}
 	if err := n.space.inside(finish); err != nil {
 		return err

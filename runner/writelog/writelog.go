@@ -126,7 +126,7 @@ func errFile(err error) error {
 	return core.Wrapf(err, core.Unavailable, code, "the write was refused, because its record for the audit log could not be kept on the runner; %s", do)
 }
 
-// Append keeps a write. After an error the write must not happen; after nil it is told to a controller, also when this process
+// Append keeps a write. After an error the write must not happen; after nil it is reported to a controller, also when this process
 // is killed. It returns how many writes wait, of the same key and of all.
 func (l *Log) Append(w runnerapi.DataWrite) (own, all int, err error) {
 	e := &entry{write: w}
@@ -207,7 +207,7 @@ func (l *Log) Pending() (log string, list []runnerapi.DataWrite) {
 }
 
 // Recorded forgets the writes up to a number. It does not wait for the disk: the file learns the number later, and after a crash
-// some of these writes may be told again. It returns the error of the last attempt to tidy the file.
+// some of these writes may be reported again. It returns the error of the last attempt to tidy the file.
 func (l *Log) Recorded(number int64) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()

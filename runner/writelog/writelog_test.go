@@ -79,8 +79,8 @@ func add(t *testing.T, l *writelog.Log, paths ...string) {
 	}
 }
 
-// told are the paths that would be told, with their numbers.
-func told(l *writelog.Log) string {
+// reported are the paths that would be reported, with their numbers.
+func reported(l *writelog.Log) string {
 	_, list := l.Pending()
 	var out []string
 	for _, w := range list {
@@ -94,7 +94,7 @@ func logOf(l *writelog.Log) string {
 	return log
 }
 
-// TestKill kills a process that appends, again and again. Every write that was acknowledged is told afterwards.
+// TestKill kills a process that appends, again and again. Every write that was acknowledged is reported afterwards.
 func TestKill(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "writes.log")
@@ -162,24 +162,24 @@ func TestNumbers(t *testing.T) {
 		t.Fatal(err)
 	}
 	add(t, l, "d")
-	if got := told(l); got != "3:c 4:d" {
-		t.Errorf("told: %s", got)
+	if got := reported(l); got != "3:c 4:d" {
+		t.Errorf("reported: %s", got)
 	}
 	l = again(l)
-	if got := told(l); !strings.HasSuffix(got, "3:c 4:d") {
-		t.Errorf("told after a restart: %s", got)
+	if got := reported(l); !strings.HasSuffix(got, "3:c 4:d") {
+		t.Errorf("reported after a restart: %s", got)
 	}
 	if err := l.Recorded(4); err != nil {
 		t.Fatal(err)
 	}
 	l = again(l)
 	add(t, l, "e")
-	if got := told(l); got != "5:e" {
-		t.Errorf("told: %s", got)
+	if got := reported(l); got != "5:e" {
+		t.Errorf("reported: %s", got)
 	}
 }
 
-// TestDamage: a last line that is cut was not acknowledged, and goes. Where another line is damaged, the writes before it are told,
+// TestDamage: a last line that is cut was not acknowledged, and goes. Where another line is damaged, the writes before it are reported,
 // no number is given twice, and the file is set aside. The file of another runner is set aside, and another log begins.
 func TestDamage(t *testing.T) {
 	t.Parallel()
@@ -207,8 +207,8 @@ func TestDamage(t *testing.T) {
 		}
 		damaged := damageFile(t, path, c.damage)
 		l = open(t, path)
-		if got := told(l); got != c.left {
-			t.Errorf("%s: told: %q, want %q", name, got, c.left)
+		if got := reported(l); got != c.left {
+			t.Errorf("%s: reported: %q, want %q", name, got, c.left)
 		}
 		if (logOf(l) != log) != c.isNew {
 			t.Errorf("%s: the log was %s and is %s", name, log, logOf(l))
@@ -228,12 +228,12 @@ func TestDamage(t *testing.T) {
 			if n := list[len(list)-1].Number; c.aside && !c.isNew && n <= 3 {
 				t.Errorf("%s: number %d is given again", name, n)
 			}
-			before := told(l)
+			before := reported(l)
 			if err := l.Close(); err != nil {
 				t.Fatal(err)
 			}
-			if l = open(t, path); told(l) != before || len(asideOf(t, path)) != len(files) {
-				t.Errorf("%s: told %q before a restart, and %q after it", name, before, told(l))
+			if l = open(t, path); reported(l) != before || len(asideOf(t, path)) != len(files) {
+				t.Errorf("%s: reported %q before a restart, and %q after it", name, before, reported(l))
 			}
 		}
 	}
@@ -274,8 +274,8 @@ func TestAsideIsBounded(t *testing.T) {
 		}
 		last = damageFile(t, path, func(b []byte) []byte { return append(b, fmt.Sprintln("odd", i)...) })
 	}
-	if got := told(open(t, path)); strings.Count(got, ":a") != 7 {
-		t.Errorf("told: %s", got)
+	if got := reported(open(t, path)); strings.Count(got, ":a") != 7 {
+		t.Errorf("reported: %s", got)
 	}
 	files := asideOf(t, path)
 	if len(files) != 4 {
@@ -304,14 +304,14 @@ func TestFailedSync(t *testing.T) {
 		t.Fatal(err)
 	}
 	add(t, l, "c")
-	if got := told(l); got != "1:a 2:c" {
-		t.Errorf("told: %s", got)
+	if got := reported(l); got != "1:a 2:c" {
+		t.Errorf("reported: %s", got)
 	}
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if got := told(open(t, path)); got != "1:a 2:c" {
-		t.Errorf("told after a restart: %s", got)
+	if got := reported(open(t, path)); got != "1:a 2:c" {
+		t.Errorf("reported after a restart: %s", got)
 	}
 }
 
@@ -334,8 +334,8 @@ func TestHeartbeatWaitsForNoDisk(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-		if got := told(l); got != "" { // what is not durable is not told
-			t.Errorf("told: %s", got)
+		if got := reported(l); got != "" { // what is not durable is not reported
+			t.Errorf("reported: %s", got)
 		}
 	case <-time.After(5 * time.Minute):
 		t.Error("a heartbeat waits for the disk")
@@ -347,8 +347,8 @@ func TestHeartbeatWaitsForNoDisk(t *testing.T) {
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if got := told(open(t, path)); got != "3:c" {
-		t.Errorf("told after a restart: %s", got)
+	if got := reported(open(t, path)); got != "3:c" {
+		t.Errorf("reported after a restart: %s", got)
 	}
 }
 
@@ -382,7 +382,7 @@ func TestCompactionLosesNothing(t *testing.T) {
 	check := func(list []runnerapi.DataWrite, first int64) {
 		for i, w := range list {
 			if w.Number != first+int64(i) {
-				t.Errorf("write %d is told in the place of %d", w.Number, first+int64(i))
+				t.Errorf("write %d is reported in the place of %d", w.Number, first+int64(i))
 				return
 			}
 		}
@@ -410,7 +410,7 @@ func TestCompactionLosesNothing(t *testing.T) {
 	_, list := open(t, path).Pending()
 	check(list, first)
 	if len(list) != len(before) || first+int64(len(list)) != many*each+1 || len(asideOf(t, path)) > 0 {
-		t.Errorf("%d writes from %d on are told after a restart, %d before it; set aside: %v", len(list), first, len(before), asideOf(t, path))
+		t.Errorf("%d writes from %d on are reported after a restart, %d before it; set aside: %v", len(list), first, len(before), asideOf(t, path))
 	}
 }
 
@@ -476,11 +476,11 @@ func TestAtOnce(t *testing.T) {
 	}
 	for p, n := range seen {
 		if n != 1 {
-			t.Errorf("%s was told %d times", p, n)
+			t.Errorf("%s was reported %d times", p, n)
 		}
 	}
 	if len(seen) != each*many {
-		t.Errorf("%d of %d writes were told", len(seen), each*many)
+		t.Errorf("%d of %d writes were reported", len(seen), each*many)
 	}
 }
 
@@ -515,23 +515,23 @@ func TestFullDisk(t *testing.T) {
 		t.Fatalf("on a full disk: %v", refused)
 	}
 	if _, list := l.Pending(); len(list) != kept {
-		t.Errorf("%d writes are told, and %d were acknowledged", len(list), kept)
+		t.Errorf("%d writes are reported, and %d were acknowledged", len(list), kept)
 	}
 	if err := os.Remove(filepath.Join(dir, "filler")); err != nil {
 		t.Fatal(err)
 	}
 	add(t, l, "b")
-	before := told(l)
+	before := reported(l)
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if again := open(t, path); told(again) != before {
-		t.Error("after a restart other writes are told")
+	if again := open(t, path); reported(again) != before {
+		t.Error("after a restart other writes are reported")
 	}
 }
 
 // TestRestartForgetsNothing: a restart tells what waits and not what was recorded. A file without the mark of what was recorded
-// holds more than one heartbeat may carry: it is told in parts, and each write is told.
+// holds more than one heartbeat may carry: it is reported in parts, and each write is reported.
 func TestRestartForgetsNothing(t *testing.T) {
 	t.Parallel()
 	const recorded, last = 1999, 3910
@@ -573,11 +573,11 @@ func TestRestartForgetsNothing(t *testing.T) {
 		want := c.first
 		for _, list := l.Pending(); len(list) > 0; _, list = l.Pending() {
 			if len(list) > runnerapi.MaxDataWrites {
-				t.Fatalf("%s: %d writes are told at once", name, len(list))
+				t.Fatalf("%s: %d writes are reported at once", name, len(list))
 			}
 			for _, w := range list {
 				if w.Number != want {
-					t.Fatalf("%s: write %d is told in the place of %d", name, w.Number, want)
+					t.Fatalf("%s: write %d is reported in the place of %d", name, w.Number, want)
 				}
 				want++
 			}
@@ -586,7 +586,7 @@ func TestRestartForgetsNothing(t *testing.T) {
 			}
 		}
 		if want != last+1 {
-			t.Errorf("%s: the writes up to %d were told, and not up to %d", name, want-1, last)
+			t.Errorf("%s: the writes up to %d were reported, and not up to %d", name, want-1, last)
 		}
 	}
 }

@@ -359,10 +359,10 @@ type standIn struct {
 	UID                         uint32
 }
 
-func standInRunner(told string) {
+func standInRunner(text string) {
 	h, err := func() (vmm.Handle, error) {
 		var s standIn
-		if err := json.Unmarshal([]byte(told), &s); err != nil {
+		if err := json.Unmarshal([]byte(text), &s); err != nil {
 			return vmm.Handle{}, err
 		}
 		store, err := memory.NewBaseStore(filepath.Join(s.Dir, "bases"), true)
@@ -404,12 +404,12 @@ func TestSurvivesRunner(t *testing.T) {
 	if os.Geteuid() == 0 {
 		s.UID = testUID
 	}
-	told, err := json.Marshal(s)
+	text, err := json.Marshal(s)
 	if err != nil {
 		t.Fatal(err)
 	}
 	runner := exec.CommandContext(t.Context(), os.Args[0])
-	runner.Env = append(os.Environ(), runnerVariable+"="+string(told))
+	runner.Env = append(os.Environ(), runnerVariable+"="+string(text))
 	runner.Stderr = t.Output()
 	out, err := runner.StdoutPipe()
 	if err != nil {
