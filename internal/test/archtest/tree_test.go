@@ -22,7 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
-var update = flag.Bool("update", false, "write the generated files anew")
+var update = flag.Bool("update", false, "write the generated files again")
 
 func rootDir(t *testing.T) string {
 	t.Helper()

@@ -25,7 +25,7 @@ func pin(t *testing.T, answer string) (env, output string, err error) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for range 2 { // what is pinned is pinned anew
+	for range 2 { // what is pinned is pinned again
 		cmd := exec.CommandContext(t.Context(), script, file)
 		cmd.Env = []string{"PATH=" + dir + ":" + os.Getenv("PATH")}
 		out, failed := cmd.CombinedOutput()

@@ -132,7 +132,7 @@ func (w *watch) look() {
 	defer w.mu.Unlock()
 	for part, p := range w.first {
 		if start, err := startOf(p.pid); err != nil || start != p.start {
-			if fault := part + " has ended or was started anew"; !slices.Contains(w.gone, fault) {
+			if fault := part + " has ended or was started again"; !slices.Contains(w.gone, fault) {
 				w.gone = append(w.gone, fault)
 			}
 			continue

@@ -119,7 +119,7 @@ func (x *chaos) register(ctx context.Context, seeds []seedling) func() []porcupi
 				op := porcupine.Operation{ClientId: i, Input: in, Call: time.Since(x.begun).Nanoseconds()}
 				out := x.access(x.any(rng), in)
 				op.Output, op.Return = out, time.Since(x.begun).Nanoseconds()
-				known[id] = out.version // 0 where it is to be read anew
+				known[id] = out.version // 0 where it is to be read again
 				if out.answered || in.write {
 					mu.Lock()
 					all = append(all, op)

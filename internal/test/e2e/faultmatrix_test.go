@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-var update = flag.Bool("update", false, "write docs/FAULTS.md anew")
+var update = flag.Bool("update", false, "write docs/FAULTS.md again")
 
 // fault is a row of the fault matrix. It is run, or shown by other tests, or both; or it waits.
 type fault struct {

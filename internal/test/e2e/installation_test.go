@@ -345,7 +345,7 @@ func (in *installation) startRunner(t *testing.T, failpoints string, more ...str
 	}
 }
 
-// restartControllers starts both anew with other arguments, or with those that they always have.
+// restartControllers starts both again with other arguments, or with those that they always have.
 func (in *installation) restartControllers(t *testing.T, more ...string) {
 	t.Helper()
 	for i, c := range in.controllers {

@@ -174,7 +174,7 @@ func cutOff(maySend bool) func(*testing.T, *faultyPool) {
 }
 
 // stoppedInSeal stops the first runner when it has written a checkpoint to the store and not said so, until it is given up, and lets it go on:
-// its machines end, its word does not count, and the checkpoint, which it has still, is sealed anew.
+// its machines end, its word does not count, and the checkpoint, which it has still, is sealed again.
 func stoppedInSeal(t *testing.T, f *faultyPool) {
 	t.Helper()
 	ws, g := f.parent(t)

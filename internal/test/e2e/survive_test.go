@@ -181,7 +181,7 @@ func exchange(t *testing.T, address, line, want string) {
 }
 
 // account follows what a workspace is said to have used, which is what the kernel says that its only VMM has: no runner that takes the
-// machine over begins anew, counts anything twice, or goes back.
+// machine over begins again, counts anything twice, or goes back.
 type account struct {
 	t    *testing.T
 	s    *stack

@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
 
-var update = flag.Bool("update", false, "write testdata/places.txt anew")
+var update = flag.Bool("update", false, "write testdata/places.txt again")
 
 const placesFile = "testdata/places.txt"
 

@@ -62,7 +62,7 @@ func lane(ctx context.Context, args []string, stdout, stderr io.Writer) (int, er
 	f.StringVar(&cfg.cloudHypervisor, "cloud-hypervisor", "", "a cloud-hypervisor to test as well")
 	f.StringVar(&run, "run", "", "only the suites whose name matches this expression")
 	f.DurationVar(&cfg.limit, "limit", 45*time.Minute, "what all of it may take")
-	f.BoolVar(&cfg.fresh, "fresh", false, "install the machine's packages anew")
+	f.BoolVar(&cfg.fresh, "fresh", false, "install the machine's packages again")
 	f.StringVar(&cfg.dir, "dir", filepath.Join(cache, "up"), "directory of a machine that stays up")
 	if err := f.Parse(args); err != nil {
 		return 2, nil //nolint:nilerr // the flag set has said it

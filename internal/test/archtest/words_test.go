@@ -1,0 +1,119 @@
+package archtest
+
+import (
+	"go/scanner"
+	"go/token"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+)
+
+// removedWord is a private word that the code has given up for a term of the field. It must not come back.
+type removedWord struct {
+	row   string         // the word of the row in docs/GLOSSARY.md
+	use   string         // what to write
+	names *regexp.Regexp // identifiers that have the word; nil: any
+	text  *regexp.Regexp // comments and strings that have the word; nil: any
+	in    []string       // the directories without the word; none: all that are checked
+}
+
+// removedWords follow the tables "Words with several meanings" and "Private dialect".
+var removedWords = []removedWord{
+	{row: "anew", use: "again or new", names: regexp.MustCompile(`^anew$|Anew`), text: regexp.MustCompile(`\b[Aa]new\b`)},
+	{row: "comes of it", use: "result, available or destination", names: regexp.MustCompile(`(?i)^whereto$`), text: regexp.MustCompile(`\b(whereto|to be had|c[ao]mes? of it)\b`)},
+	{row: "in clear", use: "unencrypted or without TLS", text: regexp.MustCompile(`\bin clear\b`)},
+	{row: "away", use: "unreachable", names: regexp.MustCompile(`^noteAway$`), text: regexp.MustCompile(`\b(controller|store|Vault|database|one|service) (is|was) away\b`)},
+	{row: "bring", use: "ensure local", names: regexp.MustCompile(`^([Bb]ring|[Bb]ring[A-Z]\w*)$`)},
+	{row: "tell", use: "report, send or describe", names: regexp.MustCompile(`^(tell|told|tell[A-Z]\w*|\w+Told)$`), in: []string{
+		"runner", "egress", "guestagent/watch", "mcp", "internal/sidecar", "controller/runnertest",
+	}},
+	{row: "plant", use: "insert", names: regexp.MustCompile(`^([Pp]lant|planting|plant[A-Z]\w*)$`)},
+	{row: "growth", use: "fork options", names: regexp.MustCompile(`^growth$`)},
+	{row: "chore", use: "periodic job", names: regexp.MustCompile(`^chore([A-Z]\w*)?$`)},
+	{row: "Rest", use: "idle policy", names: regexp.MustCompile(`^rest(In|Time)$|^resting$`)},
+	{row: "grow", use: "fork, or descend from", names: regexp.MustCompile(`^growable$`), text: regexp.MustCompile(`\bgrew from (it|them|one|a|which|what)\b`)},
+	{row: "box", use: "sandbox", names: regexp.MustCompile(`(?i)^(box|boxes|newBox)$`), in: []string{"egress"}},
+	{row: "admit", use: "allow, of a frame or an address", names: regexp.MustCompile(`^admit$`), in: []string{"runner", "internal/boundjson"}},
+	{row: "hold", use: "stop, of a machine", names: regexp.MustCompile(`^([Hh]old|LetGo)$`), in: []string{"runner/vmm"}},
+	{row: "seal", use: "freeze, of a memfd", names: regexp.MustCompile(`^(seal|sealed|findSealed)$`), in: []string{"runner/memory"}},
+	{row: "seal", use: "encrypt", names: regexp.MustCompile(`^(seal|[Ss]ealed)$`), in: []string{"egress/grant", "egress/host", "internal/masterkey", "snapshotstore/envelope"}},
+}
+
+// unchecked are the files whose words are not compared with the list: generated ones, programs and tests of the whole system, and those that
+// still have words of the glossary.
+var unchecked = regexp.MustCompile(`^(cmd|sdk|examples|migrations|internal/cli|internal/test|controller/compat)/|^controller/[^/]*\.go$|\.(gen|pb)\.go$`)
+
+// onTheWire are texts that other programs read, so they keep their words.
+var onTheWire = map[string]bool{`"set up anew"`: true}
+
+// TestRemovedWords finds the words that the code has given up. Each is in the glossary.
+func TestRemovedWords(t *testing.T) {
+	t.Parallel()
+	inGlossary := map[string]bool{}
+	for _, row := range rows(t, "docs/GLOSSARY.md") {
+		for word := range strings.SplitSeq(row[0], ",") {
+			inGlossary[strings.TrimSpace(strings.SplitN(strings.Trim(strings.TrimSpace(word), "`"), " (", 2)[0])] = true
+		}
+	}
+	for _, w := range removedWords {
+		if !inGlossary[w.row] {
+			t.Errorf("docs/GLOSSARY.md has no row for %q", w.row)
+		}
+	}
+	checked := 0
+	for _, path := range tracked(t) {
+		if !strings.HasSuffix(path, ".go") || unchecked.MatchString(path) {
+			continue
+		}
+		checked++
+		checkWords(t, path)
+	}
+	if checked == 0 {
+		t.Error("no file was checked")
+	}
+}
+
+// checkWords compares the identifiers, comments and strings of a file with the removed words.
+func checkWords(t *testing.T, path string) {
+	t.Helper()
+	source, err := os.ReadFile(filepath.Join(rootDir(t), path))
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := token.NewFileSet().AddFile(path, -1, len(source))
+	var s scanner.Scanner
+	s.Init(file, source, nil, scanner.ScanComments)
+	for {
+		pos, tok, lit := s.Scan()
+		if tok == token.EOF {
+			return
+		}
+		if tok != token.IDENT && tok != token.COMMENT && tok != token.STRING || onTheWire[lit] {
+			continue
+		}
+		for _, w := range removedWords {
+			word := w.text
+			if tok == token.IDENT {
+				word = w.names
+			}
+			if word == nil || !w.has(path) {
+				continue
+			}
+			if found := word.FindString(lit); found != "" {
+				t.Errorf("%s:%d: %q: write %s", path, file.Line(pos), found, w.use)
+			}
+		}
+	}
+}
+
+// has reports whether a file is in a directory that is without the word.
+func (w removedWord) has(path string) bool {
+	for _, dir := range w.in {
+		if strings.HasPrefix(path, dir+"/") {
+			return true
+		}
+	}
+	return len(w.in) == 0
+}
