@@ -27,8 +27,8 @@ func (r *Runner) fenceExpired(ctx context.Context) {
 	}
 }
 
-// Fence ends all sandboxes and uploads at once, whatever else is being done with them, and returns when nothing of them is left. It reports
-// the sandboxes as dead, with the reason. The runner takes no work until the controller has answered again.
+// Fence ends all sandboxes and uploads at once, also those with other work under way, and returns when they are gone. It reports the
+// sandboxes as dead, with the reason. The runner takes no work until the controller has answered again.
 func (r *Runner) Fence(ctx context.Context, why string) error {
 	r.lease.End()
 	all := r.all()

@@ -247,7 +247,7 @@ func (b *beat) checkpoints(ctx context.Context, tx BeatTx) error {
 	return err
 }
 
-// SumEvery is how often an unchanged runner's checksums are compared with the rows: with each heartbeat whose number it divides. A failover
+// SumEvery says how often an unchanged runner's checksums are compared with the rows: with each heartbeat whose number it divides. A failover
 // and a lost answer do not need the checksums to be noticed: then the number is not the next one.
 const SumEvery = 6
 

@@ -33,8 +33,8 @@ type DropTx interface {
 }
 
 // Drop tells runners to take down those of the given sandboxes whose rows have ended. An ended row
-// never lives again. All other sandboxes stay as they are, whatever the caller believes. If a runner
-// cannot be reached, the answer to its next heartbeat tells it.
+// never lives again. All other sandboxes stay as they are, also if the caller names them. If a
+// runner cannot be reached, the answer to its next heartbeat has the order.
 func (f *Fleet) Drop(ctx context.Context, ids ...core.SandboxID) {
 	if len(ids) == 0 {
 		return

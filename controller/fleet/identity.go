@@ -59,7 +59,7 @@ const MaxTokens = 10_000
 // token holds the pin of the authority, so that the runner knows the controller, too.
 //
 // A key with runner:join is on every host that joins unattended. It cannot make a token for a runner whose certificate may still be valid:
-// else whoever has the key could become any runner. That is for an administrator.
+// otherwise everybody with the key could become any runner. Only an administrator may do that.
 func (f *Fleet) CreateToken(ctx context.Context, actor model.Key, id core.RunnerID, ttl time.Duration) (string, Token, error) {
 	if f.cfg.Trust == nil {
 		return "", Token{}, errNoTrust

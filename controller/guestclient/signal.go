@@ -29,7 +29,7 @@ func (c *Client) SignalTarget(ctx context.Context, s model.Sandbox, id core.Sess
 	return c.call(ctx, s, http.MethodPost, sessionPath(id, "signal"), need, targetSignal{name, target}, answer{})
 }
 
-// SetDeadline has a session killed after a time from now; 0 is never.
+// SetDeadline makes the guest kill a session after a time from now; 0 means never.
 func (c *Client) SetDeadline(ctx context.Context, s model.Sandbox, id core.SessionID, timeoutMS int64) error {
 	return c.call(ctx, s, http.MethodPost, sessionPath(id, "deadline"), nil, deadline{timeoutMS}, answer{})
 }

@@ -34,7 +34,7 @@ const (
 	ForkDiskMB    = 1
 )
 
-// MaxSandboxes is how many sandboxes a runner takes, whatever it says of itself: it has 65,279 addresses for guests, and among the
+// MaxSandboxes bounds the sandboxes of a runner, also if the runner reports more: it has 65,279 addresses for guests, and among the
 // last of them a free one is hard to find. runner_loads.cap_sandboxes has it too.
 const MaxSandboxes = 64_000
 

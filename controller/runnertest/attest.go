@@ -32,7 +32,7 @@ func (r *Runner) Lie(lie func(*attest.Predicate)) {
 // AttestationRequest asks for a certificate of the key that signs.
 func (r *Runner) AttestationRequest() ([]byte, error) { return mtls.Request(r.attestation.key) }
 
-// Certify has the fake sign from now on.
+// Certify makes the fake sign from now on.
 func (r *Runner) Certify(cluster string, der []byte) error {
 	if len(der) == 0 {
 		return nil

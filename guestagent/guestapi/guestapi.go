@@ -85,7 +85,7 @@ type LeftOut struct {
 	Special int      `json:"special,omitempty"` // devices, sockets and pipes
 }
 
-// UpgradeTCP is what a request for PathPortConnect upgrades to: from there on the stream carries what a TCP connection does.
+// UpgradeTCP is the protocol to which a request for PathPortConnect upgrades: after that, the stream has the bytes of a TCP connection.
 const UpgradeTCP = "coppice-tcp"
 
 // State says what the agent allows.

@@ -61,7 +61,7 @@ func ReadToEnd(fd, most int) ([]byte, error) {
 	return b, nil
 }
 
-// Write writes a file in place: whoever has it open or mounted sees the new content.
+// Write writes a file in place: programs that have it open or mounted see the new content.
 func Write(path string, b []byte, mode uint32) error {
 	fd, err := Open(path, unix.O_WRONLY|unix.O_CREAT|unix.O_TRUNC, mode)
 	if err != nil {

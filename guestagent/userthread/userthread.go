@@ -81,7 +81,7 @@ func (u *Threads) leave(uid uint32) {
 }
 
 // As runs fn on a thread of its own that becomes the user for good: it has the user's ids and groups and no capability,
-// and ends with fn. So nothing of the agent's rights is left that fn could use, and nothing of the user's identity stays.
+// and ends with fn. So fn cannot use the rights of the agent, and no thread keeps the identity of the user.
 func (u *Threads) As(ctx context.Context, cred *syscall.Credential, fn func() error) error {
 	if err := u.enter(ctx, cred.Uid); err != nil {
 		return err

@@ -29,7 +29,7 @@ const (
 	evictAfter    = 10 * time.Minute // without a reader a watch may be removed when another one needs its place
 )
 
-// Do runs fn where the workload's files are, with the rights of whoever asked for a watch.
+// Do runs fn in the workload's mount namespace, with the rights of the user that asked for a watch.
 type Do func(ctx context.Context, fn func() error) error
 
 // Watches are the watches of a guest.

@@ -39,7 +39,7 @@ func Programs() []Program {
 	}
 }
 
-// MissingPrograms returns those of Programs that this host lacks.
+// MissingPrograms returns the elements of Programs that this host lacks.
 func MissingPrograms() []Program {
 	return slices.DeleteFunc(Programs(), func(p Program) bool {
 		_, err := lookPath(p.Name)

@@ -91,10 +91,10 @@ func (a *Attestor) Renewal(now time.Time) ([]byte, error) {
 	return a.Request()
 }
 
-// Request asks for a certificate, whatever there is: the one that is there may be of another authority.
+// Request makes a request for a certificate, even if there is one already: that may be from another authority.
 func (a *Attestor) Request() ([]byte, error) { return mtls.Request(a.key) }
 
-// Certify uses a certificate of a cluster's authority from now on, and keeps it. One that cannot be kept is used all the same: see Keep.
+// Certify uses a certificate of a cluster's authority from now on, and keeps it. If it cannot be kept, it is used nevertheless: see Keep.
 func (a *Attestor) Certify(cluster string, der []byte) error {
 	signer, err := a.signerOf(der)
 	if err != nil {
@@ -123,7 +123,7 @@ func (a *Attestor) Keep() error {
 	return nil
 }
 
-// Sign signs what the runner did. It returns nil without a certificate: no controller has given one yet, and none takes what is not signed.
+// Sign signs what the runner did. Without a certificate it returns nil: no controller has issued one yet, and none accepts unsigned reports.
 func (a *Attestor) Sign(p attest.Predicate) ([]byte, error) {
 	a.mu.Lock()
 	signer := a.signer

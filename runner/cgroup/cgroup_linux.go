@@ -45,8 +45,8 @@ func Find() (string, error) {
 	return "", nil
 }
 
-// Open makes the cgroup name under the mount, with the wanted controllers where the host lets them go down. It
-// returns nil where mount is "" or cannot be written.
+// Open makes the cgroup name under the mount, with those wanted controllers that the host delegates. It returns nil if
+// mount is "" or cannot be written.
 func Open(mount, name string) (*Tree, error) {
 	if mount == "" || unix.Access(mount, unix.W_OK) != nil {
 		return nil, nil //nolint:nilerr // a host without cgroup v2 is no error

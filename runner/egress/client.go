@@ -31,7 +31,8 @@ func (p Process) sidecar() sidecar.Process {
 // SocketPath is where the process of a directory listens.
 func SocketPath(dir string) string { return sidecar.Process{Dir: dir}.SocketPath() }
 
-// Ensure makes sure that a process runs: the one that does already, whoever has started it, or a new one. It goes on when this process ends.
+// Ensure makes sure that a process runs. It keeps the one that runs already, whoever has started it; otherwise it starts a new one. That
+// process goes on when this one ends.
 func Ensure(ctx context.Context, p Process) (*Client, egressapi.Hello, error) {
 	c := NewClient(SocketPath(p.Dir))
 	c.pulse = p.Pulse.WithDefaults()
@@ -117,7 +118,7 @@ func (c *Client) Hello(ctx context.Context) (egressapi.Hello, error) {
 	return *out.Hello, nil
 }
 
-// Put has a sandbox served at its sockets, which stay the caller's: the process has copies.
+// Put hands a sandbox and its sockets to the process, which serves it. The process gets copies: the caller still owns the sockets.
 func (c *Client) Put(ctx context.Context, sb egressapi.Sandbox, sockets []*os.File) error {
 	_, err := c.call(ctx, egressapi.Request{Op: egressapi.OpPut, Sandbox: &sb}, sockets...)
 	return err

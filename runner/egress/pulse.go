@@ -14,8 +14,8 @@ type Pulse = sidecar.Pulse
 // errSilent is that somebody listens and does not answer in time.
 var errSilent = sidecar.ErrSilent
 
-// Attend waits for the end of the process, which is ErrGone, or of ctx. It asks all the time whether the process still works; one that does
-// not, sidecar.ErrHung, is gone when Attend returns without another error.
+// Attend waits for the end of the process (ErrGone) or of ctx. It regularly asks whether the process still works, and ends a process that
+// does not (sidecar.ErrHung). Without another error, that process is gone when Attend returns.
 func (c *Client) Attend(ctx context.Context) error {
 	return c.pulse.Attend(ctx, sidecar.Watched{Name: name, Socket: c.socket, Watch: c.Watch, Ask: func(ctx context.Context, limit time.Duration) error {
 		_, err := c.within(ctx, limit, egressapi.Request{Op: egressapi.OpStats})

@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
-// OpenedWith is what the namespace of a sandbox with a policy is opened with.
+// OpenedWith returns the policy with which the namespace of a sandbox is opened.
 func (l *Link) OpenedWith(p core.EgressPolicy) core.EgressPolicy {
 	if p == core.EgressDenyAll && l.cfg.Process != nil {
 		return core.EgressProxied

@@ -170,7 +170,7 @@ func (in *Inode) Type() uint16 { return in.Mode & TypeMask }
 
 const flagExtents = 0x80000
 
-// Inode reads an inode. One that is free is Damaged: whoever named it, names nothing.
+// Inode reads an inode. A free inode is Damaged: the entry that refers to it is wrong.
 func (fs *FS) Inode(number uint32) (*Inode, error) {
 	if number == 0 || number > fs.inodes {
 		return nil, damaged("there is no inode %d", number)

@@ -14,7 +14,7 @@ const (
 	longest     = 32768   // an initialized extent; one that is longer has been allocated and not written
 )
 
-// Extents lists where a file's bytes are, in order, without what has been allocated and not written.
+// Extents lists the extents of a file in order, without those that are allocated but not written.
 func (fs *FS) Extents(in *Inode) ([]Extent, error) {
 	if in.flags&flagExtents == 0 {
 		if in.Size == 0 {

@@ -59,7 +59,7 @@ func (f *Fetcher) Reserve(ctx context.Context, id core.CheckpointID, bytes int64
 // plenty is so much free disk that it does not matter how much more could be freed.
 const plenty = 32 << 30
 
-// Freeable is how many bytes of disk may be written, counting the copies that can be removed. A
+// Freeable returns the number of bytes that may be written to the disk, counting the copies that can be removed. A
 // runner whose disk is full of such copies has room for forks.
 func (f *Fetcher) Freeable() (int64, error) {
 	free, err := f.cfg.Room.Free()

@@ -78,7 +78,7 @@ func Public(method, path string) bool {
 type publicTransport struct{ c *Client }
 
 // Transport carries requests for the public routes to the guest, whatever their scheme and host; any other request fails
-// with ROUTE_NOT_FOUND and nothing is sent. Answers come as the guest gave them: Proxy is for passing them on.
+// with ROUTE_NOT_FOUND and nothing is sent. It returns the answers of the guest unchanged; use Proxy to pass them to a client.
 func (c *Client) Transport() http.RoundTripper { return publicTransport{c} }
 
 func (t publicTransport) RoundTrip(req *http.Request) (*http.Response, error) {

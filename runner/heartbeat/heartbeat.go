@@ -42,9 +42,9 @@ type Config struct {
 	Log         *slog.Logger
 }
 
-// Plane is the data plane, which must end what was begun with an API key that is not valid any more.
+// Plane is the data plane. It must end the streams of API keys that are no longer valid.
 type Plane interface {
-	Keys() []core.KeyID       // with whose passes it was used lately
+	Keys() []core.KeyID       // whose passes were used lately
 	Used() []core.WorkspaceID // that were reached since the last call, or are
 	End(keys []core.KeyID)
 	// Writes are those that have not been recorded, and the log that they are numbered in. Recorded forgets them up to a number.
@@ -104,8 +104,8 @@ func New(r *runner.Runner, cfg Config) (*Link, error) {
 	return l, nil
 }
 
-// Run registers, then heartbeats three times per lease and whenever something happened, until ctx ends. A controller that is
-// is unreachable is retried; one that does not know the lease any more is registered with again.
+// Run registers, then sends heartbeats until ctx ends: three times per lease, and whenever something happened. It retries a controller that
+// is unreachable, and registers again with one that no longer knows the lease.
 func (l *Link) Run(ctx context.Context) error {
 	const retry = time.Second
 	timer := time.NewTimer(0)

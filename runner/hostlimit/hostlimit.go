@@ -1,5 +1,5 @@
-// Package hostlimit tells from which limit of the host an error comes, such as a full disk or too many open files, and what an operator can do
-// about it.
+// Package hostlimit finds the limit of the host that caused an error, such as a full disk or too many open files, and says what an operator
+// can do about it.
 package hostlimit
 
 import (

@@ -63,7 +63,7 @@ type keyUse struct {
 // keyMemory is how long a key is remembered after its last pass was used: longer than a pass is good for.
 const keyMemory = 10 * time.Minute
 
-// Keys returns the API keys with whose passes the data plane was used lately.
+// Keys returns the API keys whose passes were used lately.
 func (d *Data) Keys() []core.KeyID {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -71,7 +71,7 @@ func (d *Data) Keys() []core.KeyID {
 	return slices.Collect(maps.Keys(d.keys))
 }
 
-// End ends what was begun with these keys, and takes none of their passes any more.
+// End ends the streams of these keys, and refuses their passes from now on.
 func (d *Data) End(keys []core.KeyID) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

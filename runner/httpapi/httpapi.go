@@ -54,8 +54,8 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 	}), nil
 }
 
-// NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server: whoever shows another
-// certificate than a controller's, such as another runner's, is refused; but runners that peers allows may ask for objects of the store.
+// NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server. It refuses clients without the
+// certificate of a controller. Runners that peers allows may only ask for objects of the store.
 func NewTLS(r *runner.Runner, peers *Peers, log *slog.Logger) http.Handler {
 	return newServer(r, log).handler(func(q *http.Request, route string) error {
 		peer, err := mtls.PeerOf(q)

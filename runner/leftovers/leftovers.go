@@ -1,5 +1,5 @@
-// Package leftovers owns what is left on a host when nobody uses it any more: shells of an earlier runner, and directories that could not be
-// removed. It finds it and takes it down. What an earlier runner left in a state that can be used is for its successor to adopt.
+// Package leftovers finds and removes what nobody uses any more on a host: shells of an earlier runner, and directories that could not be
+// removed. Shells that can still be used are not leftovers: the successor of their runner adopts them.
 package leftovers
 
 import (

@@ -134,8 +134,8 @@ func (s *BaseStore) Open(id core.BaseID) (*Base, error) {
 	return b, nil
 }
 
-// Adopt opens a base that a machine of an earlier process maps. Where the machine has a memfd, which it keeps open, that very file is
-// used: its bytes stay in memory once, and its seals are those that the machine was started on.
+// Adopt opens a base that a machine of an earlier process maps. If the machine has a memfd open, Adopt opens the same file: so its bytes
+// are in memory only once, and it has the same file seals.
 func (s *BaseStore) Adopt(id core.BaseID, pid int, inode uint64) (*Base, error) {
 	if !s.frozen {
 		return s.Open(id)
@@ -258,8 +258,8 @@ func (s *BaseStore) ForgetArriving() {
 	}
 }
 
-// Rebase writes base plus delta as a new base, durably, and opens it. What the old base has as a hole and the delta as zeros is a
-// hole, and so is what the delta has made zero. It reads and writes sequentially and does not disturb users of the old base.
+// Rebase writes base plus delta as a new base, durably, and opens it. Pages that are zero in the result are holes. It reads and writes
+// sequentially and does not disturb users of the old base.
 func (s *BaseStore) Rebase(from *Base, d *Delta) (*Base, error) {
 	if from.Size != d.Size {
 		return nil, core.Errorf(core.Internal, core.CodeInternal, "a delta of %d bytes of RAM cannot be rebased onto %d", d.Size, from.Size)

@@ -29,7 +29,7 @@ func (s *BaseStore) OpenFile(id core.BaseID) (*os.File, error) {
 	return f, err
 }
 
-// Changed is how many bytes of memory are in pages that differ between two images of equally large machines. It reads only pages that
+// Changed returns the number of bytes in pages that differ between two images of machines of the same size. It reads only pages that
 // may differ: those of either delta, and those of the bases that do not share their blocks on disk.
 func Changed(ctx context.Context, a, b Image) (int64, error) {
 	infoA, errA := a.Base.Stat()

@@ -28,7 +28,7 @@ func OnePart(pid int, addr uint64, size int64) Region {
 	return Region{PID: pid, Size: size, Parts: []Part{{Addr: addr, Size: size}}}
 }
 
-// Addr is where the byte of RAM at offset is in the address space of the process; 0 for one that the region has not.
+// Addr returns the address of the byte of RAM at offset in the process; 0 if offset is outside the region.
 func (r Region) Addr(offset int64) uint64 {
 	for _, p := range r.Parts {
 		if offset >= p.Offset && offset < p.Offset+p.Size {

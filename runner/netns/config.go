@@ -34,7 +34,7 @@ type Rate struct {
 	Packets int   // a second
 }
 
-// DefaultRate is that of a pool whose Config has none: a gigabit, and more packets than a guest sends that does something useful.
+// DefaultRate is the rate of a pool whose Config has none: a gigabit, and more packets than a useful guest sends.
 var DefaultRate = Rate{Bytes: 128 << 20, Packets: 100_000}
 
 // Config describes a pool. The zero value of every field but ClusterID and Log has a default.

@@ -67,8 +67,8 @@ func (n *Namespace) Do(fn func() error) error {
 // (os/exec clears that in ExtraFiles). One descriptor can be attached at a time; another attempt fails until it and
 // its copies are closed. Frames carry a virtio_net_hdr whose size the VMM sets (10 bytes until then).
 //
-// The tap is down until Open, so that nothing of a quarantined guest reaches even the rules. up brings it up at once, for a VMM that
-// cannot live with one that refuses its frames: the rules, which are read back first, then drop what comes.
+// The tap is down until Open, so that no frame of a quarantined guest even reaches the rules. With up, it is up at once, for a VMM that
+// fails when the tap refuses frames: then the rules, which are read back first, drop all frames.
 func (n *Namespace) TapFile(up bool) (*os.File, error) {
 	fd := -1
 	err := n.Do(func() (err error) {

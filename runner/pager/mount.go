@@ -158,8 +158,8 @@ func (n *fileNode) Write(context.Context, fs.FileHandle, []byte, int64) (uint32,
 	return 0, syscall.EROFS
 }
 
-// Read waits until the bytes are present, whatever signals the reader gets meanwhile: a page fault that ends with an
-// error ends the machine. Only SIGKILL ends the wait: then the machine ends anyway, and a process cannot end while one
+// Read waits until the bytes are present. Signals to the reader do not end the wait, because a page fault that ends with
+// an error ends the machine. Only SIGKILL ends the wait: then the machine ends anyway, and a process cannot end while one
 // of its threads waits here.
 func (n *fileNode) Read(ctx context.Context, _ fs.FileHandle, dest []byte, off int64) (fuse.ReadResult, syscall.Errno) {
 	size := n.image.tree.Size()

@@ -17,7 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/procfs"
 )
 
-// Of reports whether a process has a thread.
+// Of reports whether a thread belongs to a process.
 func Of(pid, thread int) bool {
 	_, err := os.Stat(fmt.Sprintf("/proc/%d/task/%d", pid, thread))
 	return err == nil

@@ -75,8 +75,8 @@ func size(dir string) (n int64) {
 	return n
 }
 
-// Keep has a runner keep a checkpoint in its trash until it is taken back, or until Unkeep. A runner that removes it moves it out of
-// the way first and looks for the mark then: if the mark is still here afterwards, it was seen.
+// Keep makes a runner keep a checkpoint in its trash until it is restored from there, or until Unkeep. A runner that removes a checkpoint
+// first moves it, and then looks for the mark: if the mark is still here after Keep, the runner has seen it.
 func Keep(dir string, id core.CheckpointID) error {
 	path := filepath.Join(Path(dir, id), keepFile)
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
@@ -94,7 +94,7 @@ func Keep(dir string, id core.CheckpointID) error {
 	return err
 }
 
-// Unkeep takes Keep back. One that is not kept is no error, one that is not there is.
+// Unkeep reverts Keep. It is no error if the checkpoint was not kept, but it is one if the checkpoint is not in the trash.
 func Unkeep(dir string, id core.CheckpointID) error {
 	_, err := os.Stat(Path(dir, id))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -115,10 +115,10 @@ func Unmark(dir string) error {
 	return err
 }
 
-// Kept reports whether a checkpoint in the trash is to be kept. What cannot be read is.
+// Kept reports whether a checkpoint in the trash is kept. It is if its mark cannot be read.
 func Kept(dir string, id core.CheckpointID) bool { return Marked(Path(dir, id)) }
 
-// Marked reports whether the directory of a checkpoint says that it is to be kept.
+// Marked reports whether the directory of a checkpoint has the mark of Keep.
 func Marked(dir string) bool {
 	_, err := os.Lstat(filepath.Join(dir, keepFile))
 	return !errors.Is(err, fs.ErrNotExist)
