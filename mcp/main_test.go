@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -90,7 +91,7 @@ func newWorld(t *testing.T) *world {
 	}
 	public := httptest.NewServer(httpapi.New(control, log))
 	t.Cleanup(public.Close)
-	handler, err := httpapi.NewInternal(control, runnerSecret, log)
+	handler, err := internalapi.New(control, runnerSecret, log)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
@@ -92,7 +93,7 @@ func TestUploadsAreBounded(t *testing.T) {
 func TestJoinIsBounded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	handler := httpapi.NewInternalTLS(w.control, slog.New(slog.DiscardHandler))
+	handler := internalapi.NewTLS(w.control, slog.New(slog.DiscardHandler))
 	for size, want := range map[int]core.Code{32 << 10: core.CodeInvalidField, 32<<10 + 1: core.CodeMalformedBody, 64 << 20: core.CodeMalformedBody} {
 		const around = len(`{"token":"x","more":""}`)
 		body := &counted{r: strings.NewReader(`{"token":"x","more":"` + strings.Repeat("m", size-around) + `"}`)}

@@ -12,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -111,7 +112,7 @@ func TestLogHasNoSecrets(t *testing.T) {
 func TestInternal(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	if _, err := httpapi.NewInternal(nil, "", slog.New(slog.DiscardHandler)); err == nil {
+	if _, err := internalapi.New(nil, "", slog.New(slog.DiscardHandler)); err == nil {
 		t.Error("it can be served without a secret")
 	}
 	if err := w.runner.Register(t.Context(), w.inner, "wrong"); core.CodeOf(err) != core.CodeUnauthenticated {

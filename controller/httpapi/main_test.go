@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/api/apitest"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -136,7 +137,7 @@ func newWorldWith(t *testing.T, logs io.Writer, metrics prometheus.Registerer) *
 	}
 	public := httptest.NewServer(httpapi.New(control, log))
 	t.Cleanup(public.Close)
-	handler, err := httpapi.NewInternal(control, runnerSecret, log)
+	handler, err := internalapi.New(control, runnerSecret, log)
 	if err != nil {
 		t.Fatal(err)
 	}

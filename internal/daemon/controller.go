@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
@@ -191,7 +192,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err != nil {
 		return err
 	}
-	inner, err := listenTLS(ctx, cfg.RunnerListen, "runner-listen", identity.JoinServer(), httpapi.NewInternalTLS(control, cfg.Log.With("component", "internal")), cfg.Log)
+	inner, err := listenTLS(ctx, cfg.RunnerListen, "runner-listen", identity.JoinServer(), internalapi.NewTLS(control, cfg.Log.With("component", "internal")), cfg.Log)
 	if err != nil {
 		return err
 	}

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/mtls"
@@ -38,13 +38,13 @@ func TestNothingWithoutTLS(t *testing.T) {
 	if _, err := heartbeat.New(nil, heartbeat.Config{Controllers: []string{"https://x:1"}}); err == nil {
 		t.Error("a way to controllers without a certificate or a secret")
 	}
-	if _, err := httpapi.NewInternal(nil, "", log); err == nil {
+	if _, err := internalapi.New(nil, "", log); err == nil {
 		t.Error("a listener for runners without a secret")
 	}
 	if _, err := runnerhttp.New(nil, "", log); err == nil {
 		t.Error("a runner's API without a secret")
 	}
-	for name, h := range map[string]http.Handler{"the controller's": httpapi.NewInternalTLS(nil, log), "the runner's": runnerhttp.NewTLS(nil, runnerhttp.NewPeers(), log)} {
+	for name, h := range map[string]http.Handler{"the controller's": internalapi.NewTLS(nil, log), "the runner's": runnerhttp.NewTLS(nil, runnerhttp.NewPeers(), log)} {
 		for _, path := range []string{runnerapi.PathRegister, runnerapi.PathJoin, runnerapi.PathInfo} {
 			w := httptest.NewRecorder()
 			h.ServeHTTP(w, httptest.NewRequest(http.MethodPost, path, nil))

@@ -32,6 +32,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/previews/router"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
@@ -303,7 +304,7 @@ func (s *stack) controllerSocket() string { return filepath.Join(s.runDir, "cont
 
 func (s *stack) serveAll(ctx context.Context) error {
 	api := httpapi.New(s.control, s.log.With("component", "api"))
-	internal, err := httpapi.NewInternal(s.control, s.secret, s.log.With("component", "internal"))
+	internal, err := internalapi.New(s.control, s.secret, s.log.With("component", "internal"))
 	if err != nil {
 		return err
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/compat/e2b"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -95,7 +96,7 @@ func newWorld(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	w := &world{t: t, url: serve(t, layer), api: serve(t, api), control: control, runner: runner}
-	internal, err := httpapi.NewInternal(control, runnerSecret, log)
+	internal, err := internalapi.New(control, runnerSecret, log)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -18,7 +18,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/coppice-dev/coppice/controller"
-	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
@@ -160,7 +160,7 @@ func (w *world) control(s *side, loop time.Duration) (*controller.Controller, st
 		RunnerRetry: 2 * time.Second, ShutdownGrace: 10 * time.Second, AdmissionWait: -1, CaptureWait: 20 * time.Millisecond, Store: w.files, StoreGrace: leaseTime, Wrapper: vault{},
 	}
 	c := controller.New(cfg, store{rows, s}, runners{client, s}, w.log.logger())
-	inner, err := httpapi.NewInternal(c, secret, w.log.logger())
+	inner, err := internalapi.New(c, secret, w.log.logger())
 	if err != nil {
 		return nil, "", err
 	}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -96,7 +97,7 @@ func (w *world) start(ctx context.Context) error {
 	if w.public, err = listen(ctx, &w.running, w.public, httpapi.New(w.control, log)); err != nil {
 		return err
 	}
-	internal, err := httpapi.NewInternal(w.control, w.secret, log)
+	internal, err := internalapi.New(w.control, w.secret, log)
 	if err != nil {
 		return err
 	}

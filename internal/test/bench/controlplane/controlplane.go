@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -141,7 +142,7 @@ func startController(ctx context.Context, steps *undo.Stack, dsn string, cfg con
 	if s.server, err = serveHTTP(ctx, steps, httpapi.New(s.control, log)); err != nil {
 		return s, err
 	}
-	internal, err := httpapi.NewInternal(s.control, benchSecret, log)
+	internal, err := internalapi.New(s.control, benchSecret, log)
 	if err != nil {
 		return s, err
 	}

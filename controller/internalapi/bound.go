@@ -1,4 +1,4 @@
-package httpapi
+package internalapi
 
 import (
 	"github.com/coppice-dev/coppice/api/runnerapi"

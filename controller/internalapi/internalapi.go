@@ -1,10 +1,14 @@
-package httpapi
+// Package internalapi serves the listener of a controller for its runners: how they join and renew their certificates, register, send
+// heartbeats and flows, and tell of their uploads.
+package internalapi
 
 import (
 	"context"
 	"crypto/sha256"
 	"crypto/subtle"
+	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"net/url"
@@ -13,14 +17,15 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/mtls"
 )
 
-// NewInternal returns the handler for runners of the same machine: registration and heartbeats. Every request carries the
+// New returns the handler for runners of the same machine: registration and heartbeats. Every request carries the
 // secret that controller and runners share, which must not be empty.
-func NewInternal(control *controller.Controller, secret string, log *slog.Logger) (http.Handler, error) {
+func New(control *controller.Controller, secret string, log *slog.Logger) (http.Handler, error) {
 	if secret == "" {
 		return nil, errors.New("the listener for runners needs a secret")
 	}
@@ -37,9 +42,9 @@ func NewInternal(control *controller.Controller, secret string, log *slog.Logger
 	}), nil
 }
 
-// NewInternalTLS returns the handler for runners of other hosts, to be served with mtls.Identity.JoinServer. Who a runner is
+// NewTLS returns the handler for runners of other hosts, to be served with mtls.Identity.JoinServer. Who a runner is
 // says its certificate alone. One that has none may join and nothing else.
-func NewInternalTLS(control *controller.Controller, log *slog.Logger) http.Handler {
+func NewTLS(control *controller.Controller, log *slog.Logger) http.Handler {
 	mux := internalRoutes(control, log)
 	mux.HandleFunc("POST "+runnerapi.PathRenew, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.Renew
@@ -225,7 +230,7 @@ func answer(w http.ResponseWriter, r *http.Request, log *slog.Logger, in any, ca
 }
 
 func refuse(w http.ResponseWriter, r *http.Request, log *slog.Logger, err error) {
-	status := Status(err)
+	status := httpapi.Status(err)
 	level := slog.LevelInfo
 	if status >= http.StatusInternalServerError {
 		level = slog.LevelWarn
@@ -234,4 +239,15 @@ func refuse(w http.ResponseWriter, r *http.Request, log *slog.Logger, err error)
 	if err := writeJSON(w, status, runnerapi.ProblemOf(err)); err != nil {
 		log.DebugContext(r.Context(), "answer to a runner was not sent", "err", err)
 	}
+}
+
+func writeJSON(w http.ResponseWriter, status int, v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return fmt.Errorf("encode answer: %w", err)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, err = w.Write(append(b, '\n'))
+	return err
 }
