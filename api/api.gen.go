@@ -1988,14 +1988,16 @@ type Network struct {
 	RulesPending bool `json:"rules_pending,omitempty,omitzero"`
 }
 
-// NetworkPatch defines model for NetworkPatch.
+// NetworkPatch Either `allow`, which replaces all entries, or changes of single entries.
 type NetworkPatch struct {
-	// Allow What the workspace may reach through the egress proxy under `deny-all`; nothing else is
-	// reachable. An entry is a name (`api.example.com`, at ports 80 and 443), the names below one
-	// (`*.example.com`), either with a port (`example.com:8443`), an address, `tcp://host:port`
-	// for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
-	// Answers have them sorted and in one form.
-	Allow Allow `json:"allow"`
+	// Add Entries to add, as in `Allow`. One that is there already stays.
+	Add Allow `json:"add,omitempty,omitzero"`
+
+	// Allow See `Allow`. It replaces all entries; an empty list allows nothing.
+	Allow *Allow `json:"allow,omitempty"`
+
+	// Remove Entries to remove, as in `Allow`. One that is not there answers 400 `INVALID_FIELD`.
+	Remove Allow `json:"remove,omitempty,omitzero"`
 }
 
 // NetworkRequest defines model for NetworkRequest.
@@ -2037,6 +2039,9 @@ type OnTTL string
 
 // Operation defines model for Operation.
 type Operation struct {
+	// CancelRequestedAt When somebody asked to cancel it.
+	CancelRequestedAt time.Time `json:"cancel_requested_at,omitempty,omitzero"`
+
 	// CheckpointID The checkpoint that it creates or starts from.
 	CheckpointID CheckpointID  `json:"checkpoint_id,omitempty,omitzero"`
 	CreatedAt    time.Time     `json:"created_at"`
@@ -2045,7 +2050,7 @@ type Operation struct {
 	Kind         OperationKind `json:"kind"`
 	Problem      *Failure      `json:"problem,omitempty"`
 
-	// Result Present if it succeeded: the body that the starting request answers with, by `kind`:
+	// Result Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
 	// PruneResult (prune_checkpoints).
@@ -2072,6 +2077,12 @@ type OperationID = string
 // OperationKind defines model for OperationKind.
 type OperationKind string
 
+// OperationList defines model for OperationList.
+type OperationList struct {
+	Items      []Operation `json:"items"`
+	NextCursor string      `json:"next_cursor,omitempty,omitzero"`
+}
+
 // OperationState defines model for OperationState.
 type OperationState string
 
@@ -2089,7 +2100,7 @@ type PatchCheckpointRequest struct {
 	// Pinned See `Checkpoint`.
 	Pinned *bool `json:"pinned,omitempty"`
 
-	// Version Change the workspace only if this is still its version.
+	// Version Change the checkpoint only if this is still its version.
 	Version int64 `json:"version,omitempty,omitzero"`
 }
 
@@ -2133,6 +2144,9 @@ type PatchWorkspaceRequest struct {
 
 	// Labels Labels to set; a null value removes one. Other labels stay.
 	Labels LabelsPatch `json:"labels,omitempty,omitzero"`
+
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
+	Name Name `json:"name,omitempty,omitzero"`
 
 	// Network What the workspace may reach from now on. A fork may reach what its parent workspace may
 	// reach, never more (403 `EGRESS_BEYOND_PARENT`). An entry that is removed is removed from
@@ -3156,7 +3170,7 @@ type ListAuditParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Actor Only changes by this key or runner.
@@ -3195,7 +3209,7 @@ type ListCheckpointsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Name Only the object with this exact name.
@@ -3246,7 +3260,7 @@ type ListChildrenParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3258,7 +3272,7 @@ type DiffCheckpointsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same comparison.
 	Cursor string `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3267,7 +3281,7 @@ type ListEffectsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3285,7 +3299,7 @@ type GetLineageParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3309,7 +3323,7 @@ type GetTreeParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Depth How many generations below the checkpoint; 0 is the checkpoint alone. Default: all.
@@ -3321,8 +3335,29 @@ type ListImagesParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
+}
+
+// ListOperationsParams defines parameters for ListOperations.
+type ListOperationsParams struct {
+	// Limit Items on a page. Default: 100.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
+
+	// State Only operations in these states.
+	State []OperationState `form:"state,omitempty" json:"state,omitempty,omitzero"`
+
+	// Kind Only operations of these kinds.
+	Kind []OperationKind `form:"kind,omitempty" json:"kind,omitempty,omitzero"`
+
+	// WorkspaceID Only operations that act on this workspace, or that make it alone.
+	WorkspaceID WorkspaceID `form:"workspace_id,omitempty" json:"workspace_id,omitempty,omitzero"`
+
+	// CheckpointID Only operations that create this checkpoint or start from it.
+	CheckpointID CheckpointID `form:"checkpoint_id,omitempty" json:"checkpoint_id,omitempty,omitzero"`
 }
 
 // GetOperationParams defines parameters for GetOperation.
@@ -3331,12 +3366,18 @@ type GetOperationParams struct {
 	Wait int `form:"wait,omitempty" json:"wait,omitempty,omitzero"`
 }
 
+// CancelOperationParams defines parameters for CancelOperation.
+type CancelOperationParams struct {
+	// Wait Wait up to this many seconds for the operation. Default: 60.
+	Wait *Wait `form:"wait,omitempty" json:"wait,omitempty"`
+}
+
 // ListProjectsParams defines parameters for ListProjects.
 type ListProjectsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3351,7 +3392,7 @@ type ListKeysParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3366,7 +3407,7 @@ type ListRunnersParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3414,7 +3455,7 @@ type ListWorkspacesParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Name Only the object with this exact name.
@@ -3462,7 +3503,7 @@ type ListWorkspaceCheckpointsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3486,7 +3527,7 @@ type ListEgressParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3516,7 +3557,7 @@ type ListResealReportsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3540,7 +3581,7 @@ type ListSessionsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3705,9 +3746,15 @@ type ServerInterface interface {
 	// GetKey Get an API key, without its secret
 	// (GET /v1/keys/{key_id})
 	GetKey(ctx echo.Context, keyID KeyID) error
+	// ListOperations List operations, newest first
+	// (GET /v1/operations)
+	ListOperations(ctx echo.Context, params ListOperationsParams) error
 	// GetOperation Get an operation, and wait for its end
 	// (GET /v1/operations/{operation_id})
 	GetOperation(ctx echo.Context, operationID OperationID, params GetOperationParams) error
+	// CancelOperation Cancel an operation
+	// (POST /v1/operations/{operation_id}/cancel)
+	CancelOperation(ctx echo.Context, operationID OperationID, params CancelOperationParams) error
 	// ListProjects List projects, newest first
 	// (GET /v1/projects)
 	ListProjects(ctx echo.Context, params ListProjectsParams) error
@@ -3783,7 +3830,7 @@ type ServerInterface interface {
 	// GetWorkspace Get a workspace
 	// (GET /v1/workspaces/{workspace_id})
 	GetWorkspace(ctx echo.Context, workspaceID WorkspaceID) error
-	// PatchWorkspace Change labels or time to live
+	// PatchWorkspace Change name, labels, time to live, idle policy or network rules
 	// (PATCH /v1/workspaces/{workspace_id})
 	PatchWorkspace(ctx echo.Context, workspaceID WorkspaceID) error
 	// GetAttestation Get the signed report of a reseal
@@ -4568,6 +4615,59 @@ func (w *ServerInterfaceWrapper) GetKey(ctx echo.Context) error {
 	return err
 }
 
+// ListOperations converts echo context to params.
+func (w *ServerInterfaceWrapper) ListOperations(ctx echo.Context) error {
+	var err error
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListOperationsParams
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", ctx.QueryParams(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter limit: %s", err))
+	}
+
+	// ------------- Optional query parameter "cursor" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "cursor", ctx.QueryParams(), &params.Cursor, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter cursor: %s", err))
+	}
+
+	// ------------- Optional query parameter "state" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "state", ctx.QueryParams(), &params.State, runtime.BindQueryParameterOptions{Type: "array", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter state: %s", err))
+	}
+
+	// ------------- Optional query parameter "kind" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "kind", ctx.QueryParams(), &params.Kind, runtime.BindQueryParameterOptions{Type: "array", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter kind: %s", err))
+	}
+
+	// ------------- Optional query parameter "workspace_id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "workspace_id", ctx.QueryParams(), &params.WorkspaceID, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// ------------- Optional query parameter "checkpoint_id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "checkpoint_id", ctx.QueryParams(), &params.CheckpointID, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter checkpoint_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.ListOperations(ctx, params)
+	return err
+}
+
 // GetOperation converts echo context to params.
 func (w *ServerInterfaceWrapper) GetOperation(ctx echo.Context) error {
 	var err error
@@ -4590,6 +4690,31 @@ func (w *ServerInterfaceWrapper) GetOperation(ctx echo.Context) error {
 
 	// Invoke the callback with all the unmarshaled arguments
 	err = w.Handler.GetOperation(ctx, operationID, params)
+	return err
+}
+
+// CancelOperation converts echo context to params.
+func (w *ServerInterfaceWrapper) CancelOperation(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "operation_id" -------------
+	var operationID OperationID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "operation_id", ctx.Param("operation_id"), &operationID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter operation_id: %s", err))
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params CancelOperationParams
+	// ------------- Optional query parameter "wait" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", ctx.QueryParams(), &params.Wait, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter wait: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.CancelOperation(ctx, operationID, params)
 	return err
 }
 
@@ -6001,7 +6126,9 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/children", wrapper.ListChildren, options.OperationMiddlewares["listChildren"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/tree", wrapper.GetTree, options.OperationMiddlewares["getTree"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/diff", wrapper.DiffCheckpoints, options.OperationMiddlewares["diffCheckpoints"]...)
+	router.GET(options.BaseURL+"/v1/operations", wrapper.ListOperations, options.OperationMiddlewares["listOperations"]...)
 	router.GET(options.BaseURL+"/v1/operations/:operation_id", wrapper.GetOperation, options.OperationMiddlewares["getOperation"]...)
+	router.POST(options.BaseURL+"/v1/operations/:operation_id/cancel", wrapper.CancelOperation, options.OperationMiddlewares["cancelOperation"]...)
 	router.GET(options.BaseURL+"/v1/self", wrapper.GetSelf, options.OperationMiddlewares["getSelf"]...)
 	router.GET(options.BaseURL+"/v1/projects", wrapper.ListProjects, options.OperationMiddlewares["listProjects"]...)
 	router.POST(options.BaseURL+"/v1/projects", wrapper.CreateProject, options.OperationMiddlewares["createProject"]...)
@@ -7032,6 +7159,45 @@ func (response GetKeydefaultApplicationProblemPlusJSONResponse) VisitGetKeyRespo
 	return err
 }
 
+type ListOperationsRequestObject struct {
+	Params ListOperationsParams
+}
+
+type ListOperationsResponseObject interface {
+	VisitListOperationsResponse(w http.ResponseWriter) error
+}
+
+type ListOperations200JSONResponse OperationList
+
+func (response ListOperations200JSONResponse) VisitListOperationsResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type ListOperationsdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response ListOperationsdefaultApplicationProblemPlusJSONResponse) VisitListOperationsResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type GetOperationRequestObject struct {
 	OperationID OperationID `json:"operation_id"`
 	Params      GetOperationParams
@@ -7061,6 +7227,60 @@ type GetOperationdefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response GetOperationdefaultApplicationProblemPlusJSONResponse) VisitGetOperationResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CancelOperationRequestObject struct {
+	OperationID OperationID `json:"operation_id"`
+	Params      CancelOperationParams
+}
+
+type CancelOperationResponseObject interface {
+	VisitCancelOperationResponse(w http.ResponseWriter) error
+}
+
+type CancelOperation200JSONResponse Operation
+
+func (response CancelOperation200JSONResponse) VisitCancelOperationResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CancelOperation202JSONResponse struct{ AcceptedJSONResponse }
+
+func (response CancelOperation202JSONResponse) VisitCancelOperationResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(202)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CancelOperationdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response CancelOperationdefaultApplicationProblemPlusJSONResponse) VisitCancelOperationResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -9365,9 +9585,15 @@ type StrictServerInterface interface {
 	// GetKey Get an API key, without its secret
 	// (GET /v1/keys/{key_id})
 	GetKey(ctx context.Context, request GetKeyRequestObject) (GetKeyResponseObject, error)
+	// ListOperations List operations, newest first
+	// (GET /v1/operations)
+	ListOperations(ctx context.Context, request ListOperationsRequestObject) (ListOperationsResponseObject, error)
 	// GetOperation Get an operation, and wait for its end
 	// (GET /v1/operations/{operation_id})
 	GetOperation(ctx context.Context, request GetOperationRequestObject) (GetOperationResponseObject, error)
+	// CancelOperation Cancel an operation
+	// (POST /v1/operations/{operation_id}/cancel)
+	CancelOperation(ctx context.Context, request CancelOperationRequestObject) (CancelOperationResponseObject, error)
 	// ListProjects List projects, newest first
 	// (GET /v1/projects)
 	ListProjects(ctx context.Context, request ListProjectsRequestObject) (ListProjectsResponseObject, error)
@@ -9443,7 +9669,7 @@ type StrictServerInterface interface {
 	// GetWorkspace Get a workspace
 	// (GET /v1/workspaces/{workspace_id})
 	GetWorkspace(ctx context.Context, request GetWorkspaceRequestObject) (GetWorkspaceResponseObject, error)
-	// PatchWorkspace Change labels or time to live
+	// PatchWorkspace Change name, labels, time to live, idle policy or network rules
 	// (PATCH /v1/workspaces/{workspace_id})
 	PatchWorkspace(ctx context.Context, request PatchWorkspaceRequestObject) (PatchWorkspaceResponseObject, error)
 	// GetAttestation Get the signed report of a reseal
@@ -10263,6 +10489,31 @@ func (sh *strictHandler) GetKey(ctx echo.Context, keyID KeyID) error {
 	return nil
 }
 
+// ListOperations operation middleware
+func (sh *strictHandler) ListOperations(ctx echo.Context, params ListOperationsParams) error {
+	var request ListOperationsRequestObject
+
+	request.Params = params
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.ListOperations(ctx.Request().Context(), request.(ListOperationsRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "ListOperations")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(ListOperationsResponseObject); ok {
+		return validResponse.VisitListOperationsResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
 // GetOperation operation middleware
 func (sh *strictHandler) GetOperation(ctx echo.Context, operationID OperationID, params GetOperationParams) error {
 	var request GetOperationRequestObject
@@ -10283,6 +10534,32 @@ func (sh *strictHandler) GetOperation(ctx echo.Context, operationID OperationID,
 		return err
 	} else if validResponse, ok := response.(GetOperationResponseObject); ok {
 		return validResponse.VisitGetOperationResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// CancelOperation operation middleware
+func (sh *strictHandler) CancelOperation(ctx echo.Context, operationID OperationID, params CancelOperationParams) error {
+	var request CancelOperationRequestObject
+
+	request.OperationID = operationID
+	request.Params = params
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.CancelOperation(ctx.Request().Context(), request.(CancelOperationRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "CancelOperation")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(CancelOperationResponseObject); ok {
+		return validResponse.VisitCancelOperationResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -28,6 +28,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/sessions"
+	"github.com/coppice-dev/coppice/controller/settings"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/sweep"
@@ -139,6 +140,7 @@ type Controller struct {
 	*retention.Rounds
 	*sealing.Sealer
 	*sessions.Keeper
+	*settings.Changer
 	*storegc.Collector
 	*storecheck.Checker
 	*transfer.Transfers

@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/identity"
+	"github.com/coppice-dev/coppice/controller/settings"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -63,7 +64,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		return nil, err
 	}
 	if p.like.Rest.OnTTL == IdleSuspend {
-		if err := MaySuspendAtTTL(ctx); err != nil {
+		if err := settings.MaySuspendAtTTL(ctx); err != nil {
 			return nil, err
 		}
 	}

@@ -100,6 +100,7 @@ type Operation struct {
 	Origin       Origin // who asked for it; set by its insertion
 	LeaseOwner   string
 	LeaseEpoch   int64
+	CancelAt     time.Time // when somebody asked for its end; zero: nobody did
 	CreatedAt    time.Time
 	StartedAt    time.Time
 	EndedAt      time.Time

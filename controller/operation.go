@@ -211,7 +211,8 @@ func (c *Controller) start(t *Task) {
 	if origin.Action == "" {
 		origin.Action = string(t.op.Kind)
 	}
-	ctx, cancel := context.WithCancelCause(core.WithOperationID(WithRequestID(WithOrigin(c.runCtx, origin), t.op.RequestID), t.op.ID))
+	going := core.WithOperationID(WithRequestID(WithOrigin(c.runCtx, origin), t.op.RequestID), t.op.ID)
+	ctx, cancel := context.WithCancelCause(going)
 	t.cancel, t.accepted = cancel, t.op
 	c.mu.Lock()
 	c.running[t.op.ID] = t
@@ -220,7 +221,7 @@ func (c *Controller) start(t *Task) {
 		defer c.tasks.Done()
 		defer cancel(nil)
 		ctx, span := t.span(ctx)
-		t.err = c.attempt(ctx, t)
+		t.err = t.undone(going, ctx, c.attempt(ctx, t))
 		if t.err != nil && ctx.Err() == nil && !errors.Is(t.err, ErrLeaseLost) {
 			t.err = c.abandon(ctx, t, t.err)
 		}

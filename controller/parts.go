@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/sessions"
+	"github.com/coppice-dev/coppice/controller/settings"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/tenancy"
@@ -47,6 +48,7 @@ type AllTx interface {
 	sealing.Tx
 	secretstore.Tx
 	sessions.Tx
+	settings.Tx
 	storecheck.Tx
 	storegc.Tx
 	tenancy.Tx
@@ -140,6 +142,7 @@ func (c *Controller) makeParts() {
 		},
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
 	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
+	c.Changer = settings.New(partStore[settings.Tx]{store, func(tx AllTx) settings.Tx { return tx }}, c.deliverRules)
 	c.fleet = newFleet(c)
 	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.repeated, Log: c.log}, partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
 	c.previews = newPreviews(c)
@@ -205,6 +208,7 @@ type (
 	ExecRequest     = guestclient.ExecRequest
 	GuestSession    = guestclient.Session
 	Process         = guestclient.Process
+	WorkspacePatch  = settings.Patch
 )
 
 // The types of the tree of checkpoints.

@@ -3,8 +3,6 @@ package controller
 import (
 	"context"
 
-	"github.com/coppice-dev/coppice/controller/grants"
-	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -27,37 +25,6 @@ func (c *Controller) Workspace(ctx context.Context, project core.ProjectID, id c
 // Workspaces lists, newest first.
 func (c *Controller) Workspaces(ctx context.Context, project core.ProjectID, f WorkspaceFilter) ([]Workspace, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) ([]Workspace, error) { return tx.Workspaces(ctx, f) })
-}
-
-// PatchWorkspace changes labels, expiry and rules.
-func (c *Controller) PatchWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, p WorkspacePatch) (Workspace, error) {
-	w, err := read(ctx, c, InProject(project), func(tx Tx) (Workspace, error) {
-		if p.Allow != nil {
-			if err := tx.LockRules(ctx, project); err != nil {
-				return Workspace{}, err
-			}
-		}
-		w, err := tx.PatchWorkspace(ctx, id, p)
-		if err == nil && p.Allow != nil {
-			if err = grants.ChangeRules(ctx, tx, w.ForGrants(), *p.Allow); err == nil {
-				w, err = tx.Workspace(ctx, id)
-			}
-		}
-		if err == nil {
-			err = mayChangeTTL(ctx, w, p)
-		}
-		if err == nil && p.OnIdle != "" && w.Rest.IdleAfter == 0 {
-			err = core.Errorf(core.Invalid, core.CodeInvalidField, "on_idle: it needs idle_seconds, and workspace %s has none", id)
-		}
-		if err == nil && len(w.Labels) > model.MaxLabels {
-			err = core.Errorf(core.Invalid, core.CodeInvalidField, "labels: there would be %d; at most %d are kept", len(w.Labels), model.MaxLabels)
-		}
-		return w, err
-	})
-	if err == nil && p.Allow != nil {
-		w = c.deliverRules(ctx, w)
-	}
-	return w, err
 }
 
 // Reseals lists the reseal reports of a workspace, newest first.

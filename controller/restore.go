@@ -12,11 +12,11 @@ import (
 type restoreWorkspace struct{ switchInput }
 
 // RestoreWorkspace rolls a workspace back to a checkpoint, in place. A new sandbox is grown from the checkpoint and resealed before
-// the old one is destroyed. If this fails, nothing has changed.
+// the old one is destroyed. A suspended workspace has no old one, and runs afterwards. If this fails, nothing has changed.
 func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID, wait time.Duration) (Answer, error) {
 	op := Operation{ProjectID: project, Kind: OpRestoreWorkspace, Step: "fork", WorkspaceID: id, CheckpointID: checkpoint}
-	admit := func(ctx context.Context, tx Tx, _ *Operation, _ int) (kind, error) {
-		plan, err := c.admitRestore(ctx, tx, project, id, checkpoint)
+	admit := func(ctx context.Context, tx Tx, _ *Operation, attempt int) (kind, error) {
+		plan, err := c.admitRestore(ctx, tx, project, id, checkpoint, attempt)
 		if err != nil {
 			return nil, err
 		}
@@ -37,13 +37,14 @@ func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectI
 	return t.await(ctx, wait)
 }
 
-func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID) (*restorePlan, error) {
+func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID, attempt int) (*restorePlan, error) {
 	tx.HoldRules(project)
 	w, err := tx.Workspace(ctx, id)
 	if err != nil {
 		return nil, err
 	}
-	if w.State != core.WorkspaceReady {
+	asleep := w.State == core.WorkspaceSuspended
+	if w.State != core.WorkspaceReady && !asleep {
 		return nil, w.NotReady()
 	}
 	tx.HoldCheckpoint(checkpoint)
@@ -71,15 +72,24 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 	if w, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceRestoring); err != nil {
 		return nil, err
 	}
+	if asleep { // as a resume does: it must not be suspended at once
+		if err := tx.RenewTTL(ctx, id); err != nil {
+			return nil, err
+		}
+	}
 	w.Sandbox = old
 	c.idle.Used(w)
-	next, err := c.nextSandbox(ctx, tx, w, source, runners[0], false)
+	next, err := c.nextSandbox(ctx, tx, w, source, runners[0], asleep && attempt == 0)
 	return &restorePlan{workspace: w, next: next, source: source}, err
 }
 
-// takeBack returns the workspace to its present sandbox.
+// takeBack returns the workspace to its present sandbox, or leaves it suspended.
 func (k *restoreWorkspace) takeBack(ctx context.Context, tx Tx, t *Task) error {
 	if err := tx.EndSandboxes(ctx, []core.SandboxID{k.Next}); err != nil {
+		return err
+	}
+	if k.Sandbox == "" {
+		_, err := tx.MoveWorkspace(ctx, t.op.WorkspaceID, k.Epoch, core.WorkspaceSuspended)
 		return err
 	}
 	_, err := tx.ReturnWorkspace(ctx, t.op.WorkspaceID, k.Epoch)

@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/controller/previews"
+	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -20,11 +21,10 @@ type Runners interface {
 	fleet.Runners
 	ports.Runners
 	previews.Runners
+	tree.Runners
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
 	Fork(ctx context.Context, endpoint string, f runnerapi.Fork) (runnerapi.ForkResult, error)
 	Capture(ctx context.Context, endpoint string, sandbox core.SandboxID, c runnerapi.Capture) (runnerapi.Checkpoint, error)
-	// Diff says what differs between two checkpoints that the runner has, a page at a time.
-	Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error)
 	// SetEgress replaces what a sandbox may reach. Rules that are older than the present ones change nothing.
 	SetEgress(ctx context.Context, endpoint string, sandbox core.SandboxID, rules runnerapi.EgressRules) error
 	// Console returns the tail of a serial console. The caller closes it.

@@ -91,20 +91,6 @@ type WorkspaceFilter struct {
 	Parent   core.CheckpointID
 }
 
-// WorkspacePatch changes what a user may change. Version 0 does not compare.
-type WorkspacePatch struct {
-	Version int64
-	Labels  map[string]*string // nil removes
-	TTL     *time.Duration     // 0 removes the expiry
-
-	IdleAfter  *time.Duration // 0 removes it
-	OnIdle     IdleAction     // empty: as it was; IdleSuspend when it had none
-	AutoResume *bool
-	OnTTL      IdleAction // empty: as it was
-
-	Allow *[]string // in the only form of its entries
-}
-
 // ReadyWorkspace moves a workspace to ready in the sandbox that it has waited for.
 type ReadyWorkspace struct {
 	ID      core.WorkspaceID
@@ -143,7 +129,6 @@ type WorkspaceTx interface {
 	SuspendWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head Checkpoint) (Workspace, error)
 	// EndWorkspaces ends workspaces and all their sandboxes. Its answer does not name the checkpoints from which lost ones can be recovered.
 	EndWorkspaces(ctx context.Context, list []EndedWorkspace) ([]Workspace, error)
-	PatchWorkspace(ctx context.Context, id core.WorkspaceID, p WorkspacePatch) (Workspace, error)
 }
 
 // SandboxTx keeps the VM instances and the reports of their reseals.
@@ -195,8 +180,11 @@ type CheckpointTx interface {
 // OperationTx keeps operations.
 type OperationTx interface {
 	Operation(ctx context.Context, id core.OperationID) (Operation, error)
+	Operations(ctx context.Context, f OperationFilter) ([]Operation, error)
 	// WorkspaceOperation returns the newest operation of a kind on a workspace.
 	WorkspaceOperation(ctx context.Context, id core.WorkspaceID, kind OperationKind) (Operation, error)
+	// CancelOperation notes that an operation is to be canceled. It changes nothing about one that has ended.
+	CancelOperation(ctx context.Context, id core.OperationID) error
 	// InsertOperation inserts it as running under the lease of owner.
 	InsertOperation(ctx context.Context, op Operation, lease time.Duration) (Operation, error)
 	// StepOperation and FinishOperation are fenced by the lease epoch: ErrLeaseLost when another has claimed it.

@@ -25,25 +25,6 @@ type TTLTx interface {
 	RenewTTL(ctx context.Context, id core.WorkspaceID) error
 }
 
-// MaySuspendAtTTL refuses a key without the right to suspend: to have a workspace suspended at the end of its time is to suspend it.
-func MaySuspendAtTTL(ctx context.Context) error {
-	if KeyOf(ctx).ID == "" {
-		return nil // the controller itself
-	}
-	if missing := core.MissingScope(KeyOf(ctx).Scopes, core.ScopeWorkspaceCreate, core.ScopeCheckpointCreate); missing != "" {
-		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "on_ttl: a workspace that is suspended at the end of its time needs a key with the scope %s", missing)
-	}
-	return nil
-}
-
-// mayChangeTTL refuses to let a key without the right to suspend choose the time at which a workspace is suspended.
-func mayChangeTTL(ctx context.Context, w Workspace, p WorkspacePatch) error {
-	if w.Rest.OnTTL != IdleSuspend || p.TTL == nil && p.OnTTL == "" {
-		return nil
-	}
-	return MaySuspendAtTTL(ctx)
-}
-
 // suspendOverdue suspends workspaces whose time is up, if their policy says so. Such a suspension
 // obeys the quotas of its project, like any other. If it fails, the workspace keeps running, and
 // the suspension is tried again after a pause.

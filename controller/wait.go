@@ -148,6 +148,9 @@ func (c *Controller) leaseLoop(ctx context.Context) {
 		if err := c.claim(ctx); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "operations were not claimed", "err", err)
 		}
+		if err := c.interruptCanceled(ctx); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "canceled operations were not looked for", "err", err)
+		}
 	})
 }
 

@@ -70,6 +70,8 @@ const (
 	CodeCheckpointPinned     Code = "CHECKPOINT_PINNED"
 	CodeVersionConflict      Code = "VERSION_CONFLICT"
 	CodeStateConflict        Code = "STATE_CONFLICT"
+	CodeOperationCanceled    Code = "OPERATION_CANCELED"
+	CodeNotCancelable        Code = "OPERATION_NOT_CANCELABLE"
 	CodeProjectNotEmpty      Code = "PROJECT_NOT_EMPTY"
 	CodeQuotaExceeded        Code = "QUOTA_EXCEEDED"
 	CodeRateLimited          Code = "RATE_LIMITED"

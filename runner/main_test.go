@@ -25,7 +25,7 @@ const beAPager = "be-a-pager"
 
 // TestMain runs the tests, or is a pager or an egress process if it was started with that argument.
 func TestMain(m *testing.M) {
-	confine.Enter(diffhelper.Task())
+	confine.Enter(diffhelper.Task(), diffhelper.FilesTask())
 	testegress.Enter()
 	confinetest.AllowWithoutRoot(m)
 	if len(os.Args) > 1 {

@@ -356,6 +356,11 @@ func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
 // Discard moves a checkpoint that the database does not know to the trash. A request that names it takes it back.
 func (r *Runner) Discard(id core.CheckpointID) error { return r.checkpoints.Discard(id) }
 
+// ReadFile reads a file or lists a directory of a checkpoint.
+func (r *Runner) ReadFile(ctx context.Context, id core.CheckpointID, req runnerapi.ReadFile) (runnerapi.FilePart, error) {
+	return r.compare.File(ctx, id, req)
+}
+
 // Diff says what differs between two checkpoints of one image: files, and on the first page processes and memory.
 func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi.Diff) (runnerapi.DiffPage, error) {
 	return r.compare.Diff(ctx, from, req)

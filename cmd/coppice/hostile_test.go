@@ -78,7 +78,7 @@ func fill(v reflect.Value, depth int) {
 var evilTypes = map[string]any{
 	"workspaces": coppice.Workspace{}, "checkpoints": coppice.Checkpoint{}, "sessions": coppice.Session{}, "ports": coppice.Port{}, "processes": coppice.Process{},
 	"runners": coppice.Runner{}, "projects": coppice.Project{}, "keys": coppice.APIKey{}, "images": coppice.Image{}, "grants": coppice.Grant{}, "flows": coppice.Flow{},
-	"audit": coppice.AuditRecord{}, "tree": coppice.TreeNode{}, "ancestors": coppice.Ancestor{}, "effects": coppice.Effect{}, "reseals": coppice.ResealRecord{}, "diff": coppice.FileChange{},
+	"audit": coppice.AuditRecord{}, "operations": coppice.Operation{}, "tree": coppice.TreeNode{}, "ancestors": coppice.Ancestor{}, "effects": coppice.Effect{}, "reseals": coppice.ResealRecord{}, "diff": coppice.FileChange{},
 }
 
 // evilServer answers every request with as much hostile text as its type holds. With fail it is a refusal.

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -62,9 +63,9 @@ type Tx interface {
 	OmittedFlows(ctx context.Context, id core.WorkspaceID) (Omitted, error)
 	// Effects lists the effects on the path from the root to a checkpoint, in the order in which they happened.
 	Effects(ctx context.Context, id core.CheckpointID, after EffectMark, limit int) ([]Effect, error)
-	// FindWorkspace and FindCheckpoint fail with a NotFound error if the transaction sees no such object.
-	FindWorkspace(ctx context.Context, id core.WorkspaceID) error
-	FindCheckpoint(ctx context.Context, id core.CheckpointID) error
+	// Workspace and Checkpoint fail with a NotFound error if the transaction sees no such object.
+	Workspace(ctx context.Context, id core.WorkspaceID) (model.Workspace, error)
+	Checkpoint(ctx context.Context, id core.CheckpointID) (model.Checkpoint, error)
 	// TidyFlows makes the next partitions and removes flows that are older than keep, by whole months.
 	TidyFlows(ctx context.Context, keep time.Duration) error
 	// FoldFlowCounts adds at most limit counts of old minutes to the counts of their days. It returns how many it has found.

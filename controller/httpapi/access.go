@@ -88,6 +88,7 @@ var routes = map[string]access{
 	"putRetention":             needs(controller.RateWrite, core.ScopeCheckpointDelete),
 	"deleteRetention":          needs(controller.RateWrite, core.ScopeCheckpointDelete),
 	"exportCheckpoint":         needs(controller.RateExec, core.ScopeCheckpointRead, core.ScopeWorkspaceExec), // as to read the guest's files
+	"getCheckpointFile":        needs(controller.RateExec, core.ScopeCheckpointRead, core.ScopeWorkspaceExec), // as to read the guest's files
 	"importCheckpoint":         needs(controller.RateWrite, core.ScopeCheckpointImport),
 	"getLineage":               needs(controller.RateRead, core.ScopeCheckpointRead),
 	"listChildren":             needs(controller.RateRead, core.ScopeCheckpointRead),
@@ -95,6 +96,8 @@ var routes = map[string]access{
 	"getTree":                  needs(controller.RateRead, core.ScopeCheckpointRead),
 
 	"getOperation":      needs(controller.RateRead, core.ScopeWorkspaceRead),
+	"listOperations":    needs(controller.RateRead, core.ScopeWorkspaceRead),
+	"cancelOperation":   needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"streamEvents":      needs(controller.RateRead, core.ScopeWorkspaceRead, core.ScopeCheckpointRead),
 	"listAudit":         needs(controller.RateRead, core.ScopeAuditRead),
 	"checkAudit":        needs(controller.RateRead, core.ScopeAuditRead),

@@ -43,6 +43,13 @@ var changing = map[string]func(x things) call{
 	"patchWorkspace": func(x things) call {
 		return call{method: "PATCH", path: "/v1/workspaces/" + x.ws.ID, body: `{"labels":{"a":"b"}}`}
 	},
+	"cancelOperation": func(x things) call {
+		begun := x.w.holdForks()
+		var op api.Operation
+		x.w.want(202, "POST", "/v1/checkpoints/"+x.cp.ID+"/fork?wait=0", map[string]any{}, &op)
+		<-begun
+		return call{method: "POST", path: "/v1/operations/" + op.ID + "/cancel"}
+	},
 	"deleteWorkspace":    func(x things) call { return call{method: "DELETE", path: "/v1/workspaces/" + x.ws.ID} },
 	"terminateWorkspace": func(x things) call { return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/terminate"} },
 	"putGrant": func(x things) call {

@@ -204,14 +204,19 @@ func answered[R any](a controller.Answer, err error, accepted func(api.AcceptedJ
 	return accepted(api.AcceptedJSONResponse(op)), err
 }
 
-func operationOf(a controller.Answer) (api.Operation, error) {
-	o := a.Operation
-	out := api.Operation{
+// unfinishedOf is an operation without its result.
+func unfinishedOf(o controller.Operation) api.Operation {
+	return api.Operation{
 		ID: string(o.ID), Kind: api.OperationKind(o.Kind), State: api.OperationState(o.State), Step: o.Step, WorkspaceID: string(o.WorkspaceID),
 		CheckpointID: string(o.CheckpointID), Timings: timingsOf(o.Timings), Problem: failureOfError(o.Problem),
-		WorkspaceIDs: convert(o.Workspaces(), func(id core.WorkspaceID) api.WorkspaceID { return string(id) }),
-		CreatedAt:    o.CreatedAt, StartedAt: o.StartedAt, EndedAt: o.EndedAt,
+		WorkspaceIDs:      convert(o.Workspaces(), func(id core.WorkspaceID) api.WorkspaceID { return string(id) }),
+		CancelRequestedAt: o.CancelAt, CreatedAt: o.CreatedAt, StartedAt: o.StartedAt, EndedAt: o.EndedAt,
 	}
+}
+
+func operationOf(a controller.Answer) (api.Operation, error) {
+	o := a.Operation
+	out := unfinishedOf(o)
 	if o.State != core.OperationSucceeded {
 		return out, nil
 	}

@@ -5,18 +5,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
-	"github.com/coppice-dev/coppice/core"
 )
-
-// GetOperation serves GET /v1/operations/{id}.
-func (s *server) GetOperation(ctx context.Context, r api.GetOperationRequestObject) (api.GetOperationResponseObject, error) {
-	a, err := s.control.Operation(ctx, projectOf(ctx), core.OperationID(r.OperationID), seconds(int64(r.Params.Wait)))
-	if err != nil {
-		return nil, err
-	}
-	op, err := operationOf(a)
-	return api.GetOperation200JSONResponse(op), err
-}
 
 // ListImages serves GET /v1/images.
 func (s *server) ListImages(ctx context.Context, r api.ListImagesRequestObject) (api.ListImagesResponseObject, error) {

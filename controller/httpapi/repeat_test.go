@@ -20,6 +20,7 @@ import (
 // harmless are the POSTs that make nothing which a repeat could make twice, with the reason.
 var harmless = map[string]string{
 	"terminateWorkspace": "a second termination finds the first",
+	"cancelOperation":    "a second one finds the end",
 	"suspendWorkspace":   "a second suspension finds the first",
 	"resumeWorkspace":    "a second resume finds the first",
 	"pruneCheckpoints":   "deletes; a second one finds what is left",

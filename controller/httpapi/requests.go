@@ -122,6 +122,31 @@ func allowIn(list *api.Allow) (*[]string, error) {
 	return &entries, err
 }
 
+// networkPatchIn reads changes of what a workspace may reach.
+func networkPatchIn(n api.NetworkPatch, p *controller.WorkspacePatch) (err error) {
+	if n.Allow != nil && len(n.Add)+len(n.Remove) > 0 {
+		return invalid(fieldAllow, "it replaces all entries, so it cannot be given together with add or remove")
+	}
+	if p.Allow, err = allowIn(n.Allow); err != nil {
+		return err
+	}
+	for _, c := range []struct {
+		field string
+		from  api.Allow
+		to    *[]string
+	}{{"network.add", n.Add, &p.Add}, {"network.remove", n.Remove, &p.Remove}} {
+		entries, err := policy.Parse(c.field, c.from)
+		if e, ok := errors.AsType[*core.Error](err); ok {
+			return &fieldsError{e, []api.FieldProblem{{Field: c.field, Detail: e.Msg}}}
+		}
+		if err != nil {
+			return err
+		}
+		*c.to = entries.Entries()
+	}
+	return nil
+}
+
 // grantsIn reads which grants forks have.
 func grantsIn(g api.Grants) (out grants.Choice, err error) {
 	const want = "it must be inherit, none, or a list of ids of grants"

@@ -34,6 +34,7 @@ func (s *server) registerStreams(e *echo.Echo) {
 	e.PUT("/v1/workspaces/:workspace_id/files", s.putFile)
 	e.DELETE("/v1/workspaces/:workspace_id/files", s.files)
 	e.GET("/v1/workspaces/:workspace_id/watches/:watch_id/events", s.watchEvents)
+	e.GET("/v1/checkpoints/:checkpoint_id/files", s.checkpointFile)
 	e.GET("/v1/checkpoints/:checkpoint_id/export", s.exportCheckpoint)
 	e.POST("/v1/checkpoints", s.importCheckpoint)
 	e.GET("/v1/events", s.events)

@@ -64,7 +64,7 @@ func (s *server) PatchWorkspace(ctx context.Context, r api.PatchWorkspaceRequest
 	if err != nil {
 		return nil, err
 	}
-	p := controller.WorkspacePatch{Version: r.Body.Version, Labels: labels}
+	p := controller.WorkspacePatch{Version: r.Body.Version, Name: r.Body.Name, Labels: labels}
 	if r.Body.TTLSeconds != nil {
 		ttl := seconds(*r.Body.TTLSeconds)
 		p.TTL = &ttl
@@ -76,7 +76,7 @@ func (s *server) PatchWorkspace(ctx context.Context, r api.PatchWorkspaceRequest
 	p.OnTTL = controller.IdleAction(r.Body.OnTTL)
 	p.OnIdle, p.AutoResume = controller.IdleAction(r.Body.OnIdle), r.Body.AutoResume
 	if n := r.Body.Network; n != nil {
-		if p.Allow, err = allowIn(&n.Allow); err != nil {
+		if err := networkPatchIn(*n, &p); err != nil {
 			return nil, err
 		}
 	}

@@ -496,9 +496,3 @@ func (t *tx) PatchCheckpoint(ctx context.Context, id core.CheckpointID, p contro
 	}
 	return controller.Checkpoint{}, &controller.VersionConflictError{Object: "checkpoint " + string(id), Asked: p.Version, Current: now.Version}
 }
-
-// FindCheckpoint reads it.
-func (t *tx) FindCheckpoint(ctx context.Context, id core.CheckpointID) error {
-	_, err := t.Checkpoint(ctx, id)
-	return err
-}

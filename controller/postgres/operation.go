@@ -13,7 +13,7 @@ const operationColumns = `
 	o.id, o.project_id, o.kind, o.state, o.step, o.input, o.result, coalesce(o.problem_category, '') AS problem_category,
 	coalesce(o.problem_code, '') AS problem_code, coalesce(o.problem_message, '') AS problem_message, o.timings,
 	coalesce(o.workspace_id, '') AS workspace_id, coalesce(o.checkpoint_id, '') AS checkpoint_id, o.request_id,
-	o.actor, o.source, o.action, coalesce(o.lease_owner, '') AS lease_owner, o.lease_epoch, o.created_at, o.started_at, o.ended_at`
+	o.actor, o.source, o.action, coalesce(o.lease_owner, '') AS lease_owner, o.lease_epoch, o.cancel_requested_at, o.created_at, o.started_at, o.ended_at`
 
 type operationRow struct {
 	ID              core.OperationID         `db:"id"`
@@ -35,6 +35,7 @@ type operationRow struct {
 	Action          string                   `db:"action"`
 	LeaseOwner      string                   `db:"lease_owner"`
 	LeaseEpoch      int64                    `db:"lease_epoch"`
+	CancelAt        *time.Time               `db:"cancel_requested_at"`
 	CreatedAt       time.Time                `db:"created_at"`
 	StartedAt       *time.Time               `db:"started_at"`
 	EndedAt         *time.Time               `db:"ended_at"`
@@ -44,7 +45,7 @@ func (r operationRow) operation() controller.Operation {
 	o := controller.Operation{
 		ID: r.ID, ProjectID: r.ProjectID, Kind: r.Kind, State: r.State, Step: r.Step, Input: r.Input, Result: r.Result, Timings: r.Timings,
 		WorkspaceID: r.WorkspaceID, CheckpointID: r.CheckpointID, RequestID: r.RequestID, LeaseOwner: r.LeaseOwner, LeaseEpoch: r.LeaseEpoch,
-		CreatedAt: r.CreatedAt, StartedAt: pgtx.TimeOf(r.StartedAt), EndedAt: pgtx.TimeOf(r.EndedAt),
+		CancelAt: pgtx.TimeOf(r.CancelAt), CreatedAt: r.CreatedAt, StartedAt: pgtx.TimeOf(r.StartedAt), EndedAt: pgtx.TimeOf(r.EndedAt),
 		Origin: controller.Origin{Actor: r.Actor, Source: r.Source, Action: r.Action},
 	}
 	if r.ProblemCode != "" {
@@ -58,6 +59,26 @@ func (t *tx) Operation(ctx context.Context, id core.OperationID) (controller.Ope
 	absent := core.Errorf(core.NotFound, core.CodeOperationNotFound, "there is no operation %s", id)
 	row, err := pgtx.One[operationRow](ctx, t, absent, `SELECT`+operationColumns+` FROM operations o WHERE o.id = @id`, pgtx.Args{"id": id})
 	return row.operation(), err
+}
+
+// Operations lists operations. The capture of a workspace is not interrupted, so a fork of a workspace that captures is not one to cancel yet.
+func (t *tx) Operations(ctx context.Context, f controller.OperationFilter) ([]controller.Operation, error) {
+	q := pgtx.NewFilter("o", f.Page, false)
+	q.AnyOf("kind", pgtx.Texts(f.Kinds))
+	q.AnyOf("state", pgtx.Texts(f.States))
+	q.Equal("workspace_id", string(f.WorkspaceID))
+	q.Equal("checkpoint_id", string(f.Checkpoint))
+	if f.CanceledOf != "" {
+		q.Add("o.cancel_requested_at IS NOT NULL AND o.state = 'running' AND o.lease_owner = @owner AND (o.kind <> 'fork_workspace' OR o.step = 'fork')", "owner", f.CanceledOf)
+	}
+	rows, err := pgtx.Many[operationRow](ctx, t, `SELECT`+operationColumns+` FROM operations o`+q.Where()+q.Tail(), q.Args)
+	return pgtx.Map(rows, operationRow.operation), err
+}
+
+// CancelOperation keeps the time of the first request.
+func (t *tx) CancelOperation(ctx context.Context, id core.OperationID) error {
+	_, err := t.Exec(ctx, `UPDATE operations SET cancel_requested_at = now() WHERE id = @id AND cancel_requested_at IS NULL AND state IN ('pending', 'running')`, pgtx.Args{"id": id})
+	return err
 }
 
 // WorkspaceOperation returns the newest of a kind.

@@ -532,7 +532,7 @@ func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspac
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`, pgtx.Args{"rows": rows, "ids": ids})
 }
 
-// PatchWorkspace changes labels and expiry.
+// PatchWorkspace changes name, labels, expiry and idle policy.
 func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controller.WorkspacePatch) (controller.Workspace, error) {
 	set, drop := pgtx.Split(p.Labels)
 	var ttl *float64
@@ -547,7 +547,7 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 	}
 	list, err := t.workspaces(ctx, `
 		WITH w AS (
-			UPDATE workspaces SET version = version + 1, labels = (labels - @drop::text[]) || @set::jsonb,
+			UPDATE workspaces SET version = version + 1, name = coalesce(@name, name), labels = (labels - @drop::text[]) || @set::jsonb,
 				expires_at = CASE WHEN @ttl = 0 THEN NULL WHEN @ttl::float8 IS NOT NULL THEN now() + make_interval(secs => @ttl)
 					WHEN @on_ttl::text = 'terminate' AND on_ttl = 'suspend' AND expires_at <= now() THEN now() + coalesce(make_interval(secs => ttl_seconds), expires_at - created_at)
 					ELSE expires_at END,
@@ -560,7 +560,7 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 			WHERE id = @id AND (@version::bigint = 0 OR version = @version) RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
-		pgtx.Args{"id": id, "version": p.Version, "set": set, "drop": drop, "ttl": ttl, "idle": idle, "on_idle": pgtx.OrNull(p.OnIdle), "default": controller.IdleSuspend, "auto_resume": p.AutoResume, "on_ttl": pgtx.OrNull(p.OnTTL)})
+		pgtx.Args{"id": id, "version": p.Version, "name": pgtx.OrNull(p.Name), "set": set, "drop": drop, "ttl": ttl, "idle": idle, "on_idle": pgtx.OrNull(p.OnIdle), "default": controller.IdleSuspend, "auto_resume": p.AutoResume, "on_ttl": pgtx.OrNull(p.OnTTL)})
 	switch {
 	case err != nil:
 		return controller.Workspace{}, err
@@ -572,10 +572,4 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 		return controller.Workspace{}, err
 	}
 	return list[0], nil
-}
-
-// FindWorkspace reads it.
-func (t *tx) FindWorkspace(ctx context.Context, id core.WorkspaceID) error {
-	_, err := t.Workspace(ctx, id)
-	return err
 }

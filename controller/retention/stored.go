@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -75,8 +76,8 @@ type Store interface {
 
 // Tx keeps stored policies, and reads trees.
 type Tx interface {
-	// FindCheckpoint fails with a NotFound error if the transaction sees no such checkpoint.
-	FindCheckpoint(ctx context.Context, id core.CheckpointID) error
+	// Checkpoint fails with a NotFound error if the transaction sees no such checkpoint.
+	Checkpoint(ctx context.Context, id core.CheckpointID) (model.Checkpoint, error)
 	// Subtree returns the next nodes of a walk through a checkpoint and everything that descends from it, with their scores from an annotation. It
 	// also returns the next position of the walk. It reads a bounded number of rows. Nodes come after their parents. Checkpoints that are
 	// made during the walk may be missing.
@@ -132,7 +133,7 @@ func (r *Rounds) PutRetention(ctx context.Context, project core.ProjectID, id co
 		return Stored{}, err
 	}
 	return inProject(ctx, r.store, project, func(tx Tx) (Stored, error) {
-		if err := tx.FindCheckpoint(ctx, id); err != nil {
+		if _, err := tx.Checkpoint(ctx, id); err != nil {
 			return Stored{}, err
 		}
 		return tx.PutRetention(ctx, Stored{ProjectID: project, Checkpoint: id, Policy: policy})
@@ -142,7 +143,7 @@ func (r *Rounds) PutRetention(ctx context.Context, project core.ProjectID, id co
 // Retention returns the stored policy of a checkpoint.
 func (r *Rounds) Retention(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Stored, error) {
 	return inProject(ctx, r.store, project, func(tx Tx) (Stored, error) {
-		if err := tx.FindCheckpoint(ctx, id); err != nil {
+		if _, err := tx.Checkpoint(ctx, id); err != nil {
 			return Stored{}, err
 		}
 		return tx.Retention(ctx, id)
@@ -152,7 +153,7 @@ func (r *Rounds) Retention(ctx context.Context, project core.ProjectID, id core.
 // DeleteRetention removes the stored policy of a checkpoint. It is no error if there is none.
 func (r *Rounds) DeleteRetention(ctx context.Context, project core.ProjectID, id core.CheckpointID) error {
 	return r.store.InProject(ctx, project, func(tx Tx) error {
-		if err := tx.FindCheckpoint(ctx, id); err != nil {
+		if _, err := tx.Checkpoint(ctx, id); err != nil {
 			return err
 		}
 		return tx.DeleteRetention(ctx, id)

@@ -10,6 +10,7 @@ import (
 var (
 	boundSmall  = whole("a runner's answer", 1<<20, 16<<10, 1<<10)
 	boundImages = whole("a runner's list of images", 4<<20, 64<<10, 4<<10)
+	boundFile   = whole("a runner's part of a file", 64<<20, 20*runnerapi.MaxFileEntries, runnerapi.MaxFileEntries)
 	boundDiff   = whole("a runner's page of a diff", 64<<20, 20*runnerapi.MaxDiffFiles, runnerapi.MaxDiffFiles)
 )
 

@@ -284,6 +284,13 @@ func (c *Client) Diff(ctx context.Context, endpoint string, from core.Checkpoint
 	return out, err
 }
 
+// ReadFile reads a part of a file of a checkpoint.
+func (c *Client) ReadFile(ctx context.Context, endpoint string, id core.CheckpointID, in runnerapi.ReadFile) (runnerapi.FilePart, error) {
+	var out runnerapi.FilePart
+	err := c.callBound(ctx, c.timeouts.Diff, endpoint, http.MethodPost, with(runnerapi.PathCheckpointFiles, id, ""), in, &out, boundFile)
+	return out, err
+}
+
 // OpenPort forwards a port.
 func (c *Client) OpenPort(ctx context.Context, endpoint string, sandbox core.SandboxID, p runnerapi.Port) (runnerapi.Port, error) {
 	var out runnerapi.Port

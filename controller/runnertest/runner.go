@@ -52,6 +52,7 @@ const (
 	PointPort             = "port"
 	PointConnect          = "connect" // id is the sandbox
 	PointDiff             = "diff"
+	PointReadFile         = "read_file"
 	PointRules            = "rules"
 	PointFetch            = "fetch" // before a checkpoint is taken from the store
 )

@@ -1,5 +1,6 @@
 // Package tree reads the tree of checkpoints: one checkpoint and lists of them, its ancestors, its
-// descendants, and what differs between two of them. It changes what a user may change of one.
+// descendants, what differs between two of them, and the files of one. It changes what a user may
+// change of one.
 package tree
 
 import (
@@ -57,6 +58,8 @@ type Tx interface {
 type Runners interface {
 	// Diff says what differs between two checkpoints that the runner has, a page at a time.
 	Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error)
+	// ReadFile reads a file or lists a directory of a checkpoint that the runner has, a part at a time.
+	ReadFile(ctx context.Context, endpoint string, id core.CheckpointID, f runnerapi.ReadFile) (runnerapi.FilePart, error)
 }
 
 // Config says what a tree works with.

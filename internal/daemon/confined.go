@@ -8,4 +8,4 @@ import (
 
 // EnterConfined makes this process a confined helper if it was started as one, and then does not return. A program that has a runner
 // or builds images calls it before anything else.
-func EnterConfined() { confine.Enter(diffhelper.Task(), build.ConfinedTask()) }
+func EnterConfined() { confine.Enter(diffhelper.Task(), diffhelper.FilesTask(), build.ConfinedTask()) }

@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 			panic("on purpose")
 		}
 		return serve(c)
-	}})
+	}}, confine.Task{Name: filesTask, Run: takenOver})
 	confinetest.AllowWithoutRoot(m)
 	os.Exit(m.Run())
 }

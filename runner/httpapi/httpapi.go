@@ -119,6 +119,9 @@ func (s *server) handler(authorize func(q *http.Request, route string) error) ht
 	handle("POST", runnerapi.PathCheckpointDiff, call(s, func(ctx context.Context, q *http.Request, in runnerapi.Diff) (runnerapi.DiffPage, error) {
 		return r.Diff(ctx, core.CheckpointID(q.PathValue("id")), in)
 	}))
+	handle("POST", runnerapi.PathCheckpointFiles, call(s, func(ctx context.Context, q *http.Request, in runnerapi.ReadFile) (runnerapi.FilePart, error) {
+		return r.ReadFile(ctx, core.CheckpointID(q.PathValue("id")), in)
+	}))
 	handle("DELETE", runnerapi.PathCheckpoint, func(w http.ResponseWriter, q *http.Request) {
 		s.reply(w, nil, r.DeleteCheckpoint(core.CheckpointID(q.PathValue("id"))))
 	})

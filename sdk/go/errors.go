@@ -42,6 +42,7 @@ const (
 	CodeInvalidName            Code = "INVALID_NAME"
 	CodeNameTaken              Code = "NAME_TAKEN"
 	CodeNoRunner               Code = "NO_RUNNER"
+	CodeOperationCanceled      Code = "OPERATION_CANCELED"
 	CodeOperationNotFound      Code = "OPERATION_NOT_FOUND"
 	CodePortNotFound           Code = "PORT_NOT_FOUND"
 	CodeProjectNotFound        Code = "PROJECT_NOT_FOUND"

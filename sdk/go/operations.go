@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"net/http"
 	"net/http/httptrace"
@@ -39,6 +40,39 @@ func (c *Client) operation(ctx context.Context, id OperationID, wait int) (Opera
 	var op Operation
 	err := c.call(ctx, get("v1", "operations", id).with(url.Values{"wait": {strconv.Itoa(wait)}}), &op)
 	return op, err
+}
+
+// OperationFilter narrows a list of operations. Its zero value lists all.
+type OperationFilter struct {
+	States       []OperationState
+	Kinds        []OperationKind
+	WorkspaceID  WorkspaceID
+	CheckpointID CheckpointID
+}
+
+// Operations iterates over the operations that match, newest first. They have no Result.
+func (c *Client) Operations(ctx context.Context, f OperationFilter) iter.Seq2[Operation, error] {
+	q := url.Values{}
+	set(q, "workspace_id", f.WorkspaceID)
+	set(q, "checkpoint_id", f.CheckpointID)
+	for _, s := range f.States {
+		q.Add("state", string(s))
+	}
+	for _, k := range f.Kinds {
+		q.Add("kind", string(k))
+	}
+	return all[Operation](ctx, c, get("v1", "operations").with(q))
+}
+
+// CancelOperation cancels an operation that makes workspaces, and waits for its end. Its State says whether it had succeeded before.
+func (c *Client) CancelOperation(ctx context.Context, id OperationID) (Operation, error) {
+	var op Operation
+	r := request{method: http.MethodPost, path: []string{"v1", "operations", id, "cancel"}}
+	err := c.call(ctx, r.with(url.Values{"wait": {strconv.Itoa(waitSeconds)}}), &op)
+	if err != nil || op.Done() {
+		return op, err
+	}
+	return c.WaitOperation(ctx, id)
 }
 
 // Done reports whether the operation has ended.

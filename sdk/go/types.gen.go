@@ -1930,14 +1930,16 @@ type Network struct {
 	RulesPending bool `json:"rules_pending,omitempty,omitzero"`
 }
 
-// NetworkPatch defines model for NetworkPatch.
+// NetworkPatch Either `allow`, which replaces all entries, or changes of single entries.
 type NetworkPatch struct {
-	// Allow What the workspace may reach through the egress proxy under `deny-all`; nothing else is
-	// reachable. An entry is a name (`api.example.com`, at ports 80 and 443), the names below one
-	// (`*.example.com`), either with a port (`example.com:8443`), an address, `tcp://host:port`
-	// for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
-	// Answers have them sorted and in one form.
-	Allow Allow `json:"allow"`
+	// Add Entries to add, as in `Allow`. One that is there already stays.
+	Add Allow `json:"add,omitempty,omitzero"`
+
+	// Allow See `Allow`. It replaces all entries; an empty list allows nothing.
+	Allow *Allow `json:"allow,omitempty"`
+
+	// Remove Entries to remove, as in `Allow`. One that is not there answers 400 `INVALID_FIELD`.
+	Remove Allow `json:"remove,omitempty,omitzero"`
 }
 
 // NetworkRequest defines model for NetworkRequest.
@@ -1979,6 +1981,9 @@ type OnTTL string
 
 // Operation defines model for Operation.
 type Operation struct {
+	// CancelRequestedAt When somebody asked to cancel it.
+	CancelRequestedAt time.Time `json:"cancel_requested_at,omitempty,omitzero"`
+
 	// CheckpointID The checkpoint that it creates or starts from.
 	CheckpointID CheckpointID  `json:"checkpoint_id,omitempty,omitzero"`
 	CreatedAt    time.Time     `json:"created_at"`
@@ -1987,7 +1992,7 @@ type Operation struct {
 	Kind         OperationKind `json:"kind"`
 	Problem      *Failure      `json:"problem,omitempty"`
 
-	// Result Present if it succeeded: the body that the starting request answers with, by `kind`:
+	// Result Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
 	// PruneResult (prune_checkpoints).
@@ -2014,6 +2019,12 @@ type OperationID = string
 // OperationKind defines model for OperationKind.
 type OperationKind string
 
+// OperationList defines model for OperationList.
+type OperationList struct {
+	Items      []Operation `json:"items"`
+	NextCursor string      `json:"next_cursor,omitempty,omitzero"`
+}
+
 // OperationState defines model for OperationState.
 type OperationState string
 
@@ -2031,7 +2042,7 @@ type PatchCheckpointRequest struct {
 	// Pinned See `Checkpoint`.
 	Pinned *bool `json:"pinned,omitempty"`
 
-	// Version Change the workspace only if this is still its version.
+	// Version Change the checkpoint only if this is still its version.
 	Version int64 `json:"version,omitempty,omitzero"`
 }
 
@@ -2075,6 +2086,9 @@ type PatchWorkspaceRequest struct {
 
 	// Labels Labels to set; a null value removes one. Other labels stay.
 	Labels LabelsPatch `json:"labels,omitempty,omitzero"`
+
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
+	Name Name `json:"name,omitempty,omitzero"`
 
 	// Network What the workspace may reach from now on. A fork may reach what its parent workspace may
 	// reach, never more (403 `EGRESS_BEYOND_PARENT`). An entry that is removed is removed from

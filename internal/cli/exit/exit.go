@@ -75,6 +75,8 @@ var ofCode = map[string]int{
 	string(core.CodeRetentionNotFound):      NotFound,
 	string(core.CodeVersionConflict):        Conflict,
 	string(core.CodeStateConflict):          Conflict,
+	string(core.CodeOperationCanceled):      Canceled,
+	string(core.CodeNotCancelable):          Conflict,
 	string(core.CodePortTaken):              Conflict,
 	string(core.CodePortClosed):             Unavailable,
 	string(core.CodeIdempotencyInProgress):  Conflict,

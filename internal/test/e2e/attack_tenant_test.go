@@ -291,7 +291,7 @@ func (x *assault) largestGrants() {
 			}
 		}
 	}
-	if _, err := x.mallory.PatchWorkspace(ctx, x.ws, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: allow}}); err != nil {
+	if _, err := x.mallory.PatchWorkspace(ctx, x.ws, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: &allow}}); err != nil {
 		x.t.Fatal(err)
 	}
 }
@@ -302,7 +302,7 @@ func (x *assault) deny(host string, allow []string) time.Duration {
 		x.t.Errorf("%s is not reached before it is taken away: %q", host, got)
 	}
 	began := time.Now()
-	if _, err := x.mallory.PatchWorkspace(x.t.Context(), x.ws, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: allow}}); err != nil {
+	if _, err := x.mallory.PatchWorkspace(x.t.Context(), x.ws, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: &allow}}); err != nil {
 		x.t.Errorf("take %s away: %v", host, err)
 	}
 	for time.Since(began) < time.Minute {

@@ -55,7 +55,7 @@ func TestEgress(t *testing.T) {
 	curl(ws.ID, "https://a.example.com/later", "GET a.example.com/later")
 
 	began := time.Now()
-	if _, err := s.client.PatchWorkspace(t.Context(), ws.ID, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: []string{"b.example.com"}}}); err != nil {
+	if _, err := s.client.PatchWorkspace(t.Context(), ws.ID, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: &[]string{"b.example.com"}}}); err != nil {
 		t.Fatal(err)
 	}
 	eventually.True(t, "the tunnel has ended", func() bool { return o.Streams.Load() == 0 })

@@ -21,7 +21,7 @@ func TestOldCheckpointNewPolicy(t *testing.T) {
 	old := checkpoint(t, g.s, g.root)
 	g.use(fork(t, g.s, old.ID, coppiceFork{})[0].Workspace.ID) // before: as its parent
 
-	if _, err := g.s.client.PatchWorkspace(t.Context(), g.root, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: []string{"b.example.com"}}}); err != nil {
+	if _, err := g.s.client.PatchWorkspace(t.Context(), g.root, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: &[]string{"b.example.com"}}}); err != nil {
 		t.Fatal(err)
 	}
 	if err := g.s.client.RevokeGrant(t.Context(), g.root, "two"); err != nil {

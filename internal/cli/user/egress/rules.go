@@ -38,7 +38,7 @@ func (a *AllowFlags) Read() (*[]string, error) {
 		return &[]string{}, nil
 	case len(a.allow) > 0:
 		for _, rule := range a.allow {
-			if err := plainRule(rule); err != nil {
+			if err := plainRule("--allow", rule); err != nil {
 				return nil, err
 			}
 		}
@@ -48,7 +48,7 @@ func (a *AllowFlags) Read() (*[]string, error) {
 }
 
 // plainRule explains what people paste instead of a rule: a rule names a host, not a URL.
-func plainRule(rule string) error {
+func plainRule(flag, rule string) error {
 	scheme, rest, ok := strings.Cut(rule, "://")
 	if !ok || scheme != "http" && scheme != "https" {
 		return nil
@@ -57,24 +57,26 @@ func plainRule(rule string) error {
 	if scheme == "http" && !strings.Contains(host, ":") {
 		host += ":80"
 	}
-	return exit.Misuse(fmt.Errorf("--allow %q is a URL, and a rule names a host: give --allow %s", core.Clip(rule), core.Clip(host)))
+	return exit.Misuse(fmt.Errorf("%[1]s %[2]q is a URL, and a rule names a host: give %[1]s %[3]s", flag, core.Clip(rule), core.Clip(host)))
 }
 
 // NewRulesCommand makes the command "coppice ws network".
 func NewRulesCommand(a *cli.App) *cobra.Command {
 	var flags AllowFlags
+	var add, remove []string
 	var version int64
 	c := &cobra.Command{
 		Use:   "network WORKSPACE",
 		Short: "Show or change what a workspace may reach",
-		Long: `Show what a workspace may reach, or replace it with --allow or --allow-none. The change also ends open connections that are no longer allowed.
-A fork never reaches more than its parent workspace: a removed destination is removed from all forks as well.
+		Long: `Show what a workspace may reach, change single destinations with --add and --remove, or replace all of them with --allow or --allow-none.
+The change also ends open connections that are no longer allowed. A fork never reaches more than its parent workspace: a removed
+destination is removed from all forks as well.
 
 With --version, the change is made only if that is still the workspace's version.`,
-		Example: "  coppice ws network demo\n  coppice ws network demo --allow bundle:python --allow '*.example.com'\n  coppice ws network demo --allow-none",
+		Example: "  coppice ws network demo\n  coppice ws network demo --allow bundle:python --allow '*.example.com'\n  coppice ws network demo --add api.example.com --remove bundle:python\n  coppice ws network demo --allow-none",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			allow, err := flags.Read()
+			change, changes, err := networkPatch(flags, add, remove)
 			if err != nil {
 				return err
 			}
@@ -86,8 +88,8 @@ With --version, the change is made only if that is still the workspace's version
 			if err != nil {
 				return err
 			}
-			if allow != nil {
-				ws, err = client.PatchWorkspace(c.Context(), ws.ID, coppice.PatchWorkspaceRequest{Version: version, Network: &coppice.NetworkPatch{Allow: *allow}})
+			if changes {
+				ws, err = client.PatchWorkspace(c.Context(), ws.ID, coppice.PatchWorkspaceRequest{Version: version, Network: &change})
 				if err != nil {
 					return err
 				}
@@ -99,8 +101,30 @@ With --version, the change is made only if that is still the workspace's version
 		},
 	}
 	flags.Add(c)
+	c.Flags().StringArrayVar(&add, "add", nil, "allow this `destination` too; may be repeated")
+	c.Flags().StringArrayVar(&remove, "remove", nil, "do not allow this `destination` any more; may be repeated")
 	c.Flags().Int64Var(&version, "version", 0, "compare-and-set against this `version`")
 	return c
+}
+
+// networkPatch is the change that the flags ask for, if they ask for one.
+func networkPatch(flags AllowFlags, add, remove []string) (patch coppice.NetworkPatch, changes bool, err error) {
+	if patch.Allow, err = flags.Read(); err != nil {
+		return patch, false, err
+	}
+	patch.Add, patch.Remove = add, remove
+	for flag, list := range map[string][]string{"--add": add, "--remove": remove} {
+		for _, rule := range list {
+			if err := plainRule(flag, rule); err != nil {
+				return patch, false, err
+			}
+		}
+	}
+	single := len(add)+len(remove) > 0
+	if single && patch.Allow != nil {
+		return patch, false, exit.Misuse(errors.New("--add and --remove change single destinations; --allow and --allow-none replace all of them"))
+	}
+	return patch, single || patch.Allow != nil, nil
 }
 
 // Describe says in words what a workspace may reach.

@@ -444,6 +444,26 @@ class IdempotencySecretShown(ConflictError):
     )
 
 
+class OperationCanceled(ConflictError):
+    """Somebody canceled the operation before its end. What it had begun is undone."""
+
+    code = "OPERATION_CANCELED"
+    hint = (
+        'Repeat the request if you still want it.'
+    )
+
+
+class OperationNotCancelable(PreconditionError):
+    """Only operations that make workspaces can be canceled: `create_workspace`, `fork_checkpoint`, `fork_workspace`
+    and `restore_checkpoint`.
+    """
+
+    code = "OPERATION_NOT_CANCELABLE"
+    hint = (
+        'Wait for its end: `coppice op show --wait`.'
+    )
+
+
 class StateConflict(ConflictError):
     """The object has changed to another state meanwhile."""
 
@@ -1083,6 +1103,8 @@ BY_CODE: dict[str, type[APIError]] = {
     "IDEMPOTENCY_IN_PROGRESS": IdempotencyInProgress,
     "IDEMPOTENCY_MISMATCH": IdempotencyMismatch,
     "IDEMPOTENCY_SECRET_SHOWN": IdempotencySecretShown,
+    "OPERATION_CANCELED": OperationCanceled,
+    "OPERATION_NOT_CANCELABLE": OperationNotCancelable,
     "STATE_CONFLICT": StateConflict,
     "WORKSPACE_NOT_READY": WorkspaceNotReady,
     "CHECKPOINT_NOT_READY": CheckpointNotReady,

@@ -101,6 +101,7 @@ __all__ = [
     "Operation",
     "OperationID",
     "OperationKind",
+    "OperationList",
     "OperationState",
     "PatchCheckpointRequest",
     "PatchProjectRequest",
@@ -281,8 +282,13 @@ class NetworkRequest(Model):
 
 
 class NetworkPatch(Model):
-    """NetworkPatch of the API."""
-    allow: Allow
+    """Either `allow`, which replaces all entries, or changes of single entries."""
+    allow: Allow | None = None
+    """See `Allow`. It replaces all entries; an empty list allows nothing."""
+    add: Allow | None = None
+    """Entries to add, as in `Allow`. One that is there already stays."""
+    remove: Allow | None = None
+    """Entries to remove, as in `Allow`. One that is not there answers 400 `INVALID_FIELD`."""
 
 
 class PutGrantRequest(Model):
@@ -569,6 +575,7 @@ class PatchWorkspaceRequest(Model):
     """PatchWorkspaceRequest of the API."""
     version: int | None = None
     """Change the workspace only if this is still its version."""
+    name: Name | None = None
     labels: LabelsPatch | None = None
     network: NetworkPatch | None = None
     """What the workspace may reach from now on. A fork may reach what its parent workspace may reach, never more
@@ -1126,7 +1133,7 @@ class CreateCheckpointRequest(Model):
 class PatchCheckpointRequest(Model):
     """PatchCheckpointRequest of the API."""
     version: int | None = None
-    """Change the workspace only if this is still its version."""
+    """Change the checkpoint only if this is still its version."""
     name: str | None = None
     """A name; the empty string removes it."""
     pinned: bool | None = None
@@ -1551,13 +1558,21 @@ class Operation(Model):
     checkpoint_id: CheckpointID | None = None
     """The checkpoint that it creates or starts from."""
     result: dict[str, Any] | None = None
-    """Present if it succeeded: the body that the starting request answers with, by `kind`: Workspace
-    (create_workspace, terminate_workspace, suspend_workspace, resume_workspace), Checkpoint (create_checkpoint),
-    ForkResult (fork_*), RestoreResult (restore_*), PruneResult (prune_checkpoints).
+    """Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
+    Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace), Checkpoint
+    (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*), PruneResult (prune_checkpoints).
     """
     problem: Failure | None = None
+    cancel_requested_at: datetime | None = None
+    """When somebody asked to cancel it."""
     started_at: datetime | None = None
     ended_at: datetime | None = None
+
+
+class OperationList(Model):
+    """OperationList of the API."""
+    items: list[Operation]
+    next_cursor: str | None = None
 
 
 class AuditRecord(Model):

@@ -68,6 +68,8 @@ export const hints = {
   NAME_TAKEN: "Choose another name.",
   NOT_QUIESCED: "Let it finish or end it, then repeat the request.",
   NO_RUNNER: "Start one; `coppice doctor` says what the host lacks.",
+  OPERATION_CANCELED: "Repeat the request if you still want it.",
+  OPERATION_NOT_CANCELABLE: "Wait for its end: `coppice op show --wait`.",
   OPERATION_NOT_FOUND: "Use the id from the answer that began it.",
   PAGER_GONE: "Repeat the request.",
   PERMISSION_DENIED: "Use a key with the scope; work on an object of your own.",

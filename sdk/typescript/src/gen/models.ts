@@ -186,8 +186,14 @@ export interface NetworkRequest {
   allow?: Allow;
 }
 
+/** Either `allow`, which replaces all entries, or changes of single entries. */
 export interface NetworkPatch {
-  allow: Allow;
+  /** See `Allow`. It replaces all entries; an empty list allows nothing. */
+  allow?: Allow;
+  /** Entries to add, as in `Allow`. One that is there already stays. */
+  add?: Allow;
+  /** Entries to remove, as in `Allow`. One that is not there answers 400 `INVALID_FIELD`. */
+  remove?: Allow;
 }
 
 /**
@@ -471,6 +477,7 @@ export interface CreateWorkspaceRequest {
 export interface PatchWorkspaceRequest {
   /** Change the workspace only if this is still its version. */
   version?: number;
+  name?: Name;
   labels?: LabelsPatch;
   /**
    * What the workspace may reach from now on. A fork may reach what its parent workspace may
@@ -1013,7 +1020,7 @@ export interface CreateCheckpointRequest {
 }
 
 export interface PatchCheckpointRequest {
-  /** Change the workspace only if this is still its version. */
+  /** Change the checkpoint only if this is still its version. */
   version?: number;
   /** A name; the empty string removes it. */
   name?: string;
@@ -1430,7 +1437,7 @@ export interface Operation {
   workspace_ids: WorkspaceID[];
   timings: Timings;
   /**
-   * Present if it succeeded: the body that the starting request answers with, by `kind`:
+   * Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
    * Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
    * Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
    * PruneResult (prune_checkpoints).
@@ -1438,8 +1445,15 @@ export interface Operation {
   result?: Record<string, unknown>;
   problem?: Failure;
   created_at: string;
+  /** When somebody asked to cancel it. */
+  cancel_requested_at?: string;
   started_at?: string;
   ended_at?: string;
+}
+
+export interface OperationList {
+  items: Operation[];
+  next_cursor?: string;
 }
 
 export type AuditOutcome = "accepted" | "succeeded" | "failed";

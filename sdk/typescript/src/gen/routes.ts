@@ -64,6 +64,7 @@ export const routes = {
   listWorkspaceCheckpoints: { method: "GET", path: "/v1/workspaces/{workspace_id}/checkpoints" },
   listCheckpoints: { method: "GET", path: "/v1/checkpoints" },
   importCheckpoint: { method: "POST", path: "/v1/checkpoints", keyed: true },
+  getCheckpointFile: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/files" },
   exportCheckpoint: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/export" },
   getCheckpoint: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}" },
   patchCheckpoint: { method: "PATCH", path: "/v1/checkpoints/{checkpoint_id}" },
@@ -80,7 +81,9 @@ export const routes = {
   listChildren: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/children" },
   getTree: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/tree" },
   diffCheckpoints: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/diff" },
+  listOperations: { method: "GET", path: "/v1/operations" },
   getOperation: { method: "GET", path: "/v1/operations/{operation_id}" },
+  cancelOperation: { method: "POST", path: "/v1/operations/{operation_id}/cancel", starts: true },
   getSelf: { method: "GET", path: "/v1/self" },
   createProject: { method: "POST", path: "/v1/projects", keyed: true },
   listProjects: { method: "GET", path: "/v1/projects" },
@@ -131,7 +134,7 @@ export interface Operations {
     body: undefined;
     result: models.Workspace;
   };
-  /** Change labels or time to live */
+  /** Change name, labels, time to live, idle policy or network rules */
   patchWorkspace: {
     path: { workspace_id: models.WorkspaceID };
     query: {};
@@ -460,6 +463,13 @@ export interface Operations {
     body: undefined;
     result: models.Checkpoint;
   };
+  /** Read a file or list a directory of a checkpoint */
+  getCheckpointFile: {
+    path: { checkpoint_id: models.CheckpointID };
+    query: { path: string; list?: boolean; stat?: boolean };
+    body: undefined;
+    result: models.FileList | models.FileInfo;
+  };
   /** Export a checkpoint as one file */
   exportCheckpoint: {
     path: { checkpoint_id: models.CheckpointID };
@@ -572,8 +582,22 @@ export interface Operations {
     body: undefined;
     result: models.CheckpointDiff;
   };
+  /** List operations, newest first */
+  listOperations: {
+    path: {};
+    query: { limit?: number; cursor?: string; state?: models.OperationState[]; kind?: models.OperationKind[]; workspace_id?: models.WorkspaceID; checkpoint_id?: models.CheckpointID };
+    body: undefined;
+    result: models.OperationList;
+  };
   /** Get an operation, and wait for its end */
   getOperation: {
+    path: { operation_id: models.OperationID };
+    query: { wait?: number };
+    body: undefined;
+    result: models.Operation;
+  };
+  /** Cancel an operation */
+  cancelOperation: {
     path: { operation_id: models.OperationID };
     query: { wait?: number };
     body: undefined;
