@@ -12,7 +12,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// Completion of names: what a command takes is in its usage (WORKSPACE, CHECKPOINT, PROJECT, CONTEXT, IMAGE), and the names come from the
+// Completion of names: what a command takes is in its usage (WORKSPACE, CHECKPOINT, OPERATION, PROJECT, CONTEXT, IMAGE), and the names come from the
 // server. A server that does not answer soon has no names.
 const (
 	completeTime = 2 * time.Second
@@ -46,7 +46,7 @@ func placeholders(use string) []string {
 	var out []string
 	for _, word := range strings.Fields(use)[1:] {
 		word = strings.Trim(word, "[]")
-		if name := strings.TrimSuffix(word, "..."); name != "" && strings.Trim(name, "ABCDEFGHIJKLMNOPQRSTUVWXYZ|") == "" {
+		if name := strings.TrimSuffix(word, "..."); name != "" && strings.Trim(name, "ABCDEFGHIJKLMNOPQRSTUVWXYZ|:") == "" {
 			out = append(out, word)
 		}
 	}
@@ -77,6 +77,16 @@ func (a *App) namesOf(ctx context.Context, word string) ([]string, cobra.ShellCo
 		}
 		return file.Names(), cobra.ShellCompDirectiveNoFileComp
 	}
+	if object, ok := strings.CutSuffix(word, ":PATH"); ok { // the path is typed
+		names, directive := a.namesOf(ctx, object)
+		for i, name := range names {
+			name, what, described := strings.Cut(name, "\t")
+			if names[i] = name + ":/"; described {
+				names[i] += "\t" + what
+			}
+		}
+		return names, directive | cobra.ShellCompDirectiveNoSpace
+	}
 	client, err := a.Client()
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveNoFileComp
@@ -98,6 +108,9 @@ func (a *App) namesOf(ctx context.Context, word string) ([]string, cobra.ShellCo
 				}
 				return cp.Name, string(cp.State)
 			})
+		case "OPERATION":
+			unended := coppice.OperationFilter{States: []coppice.OperationState{coppice.OperationPending, coppice.OperationRunning}}
+			names = collect(names, client.Operations(ctx, unended), func(op coppice.Operation) (string, string) { return op.ID, string(op.Kind) })
 		case "PROJECT":
 			names = collect(names, client.Projects(ctx), func(p coppice.Project) (string, string) { return p.Name, "" })
 		case "IMAGE":

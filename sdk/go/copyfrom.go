@@ -131,9 +131,7 @@ func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local
 		_ = root.Close() // the same
 		root = below
 	}
-	// The guest counts the whole archive, x.all the content of files: a header with a long name and its padding have room here.
-	const header = 16 << 10
-	body, err := c.downloadTar(ctx, id, clean, min(o.MaxBytes, 1<<60)+header*int64(min(o.MaxEntries, 1<<40)))
+	body, err := c.downloadTar(ctx, id, clean, archiveBound(o))
 	if err != nil {
 		return Copied{}, err
 	}
@@ -143,6 +141,17 @@ func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local
 	x.got.LeftOut += max(body.leftOut.Special, 0)
 	x.got.Pseudo, x.got.MorePseudo = body.leftOut.Pseudo, body.leftOut.More
 	return x.got, err
+}
+
+// archiveBound bounds an archive whose content is bounded: the guest counts all of it, also headers. A header with a long name and its
+// padding have room here.
+func archiveBound(o CopyOptions) int64 {
+	const header = 16 << 10
+	return min(o.MaxBytes, 1<<60) + header*int64(min(o.MaxEntries, 1<<40))
+}
+
+func tooManyEntries(most int) error {
+	return fmt.Errorf("the archive has more than %d entries; to copy them all, raise the bound (MaxEntries, --max-entries)", most)
 }
 
 // openBelow makes a directory below a root and opens it. A link or file of that name is replaced.
@@ -273,7 +282,7 @@ func (x *extraction) all(r io.Reader) error {
 			return err
 		}
 		if x.entries++; x.entries > x.options.MaxEntries {
-			return fmt.Errorf("the archive has more than %d entries; to copy them all, raise the bound (MaxEntries, --max-entries)", x.options.MaxEntries)
+			return tooManyEntries(x.options.MaxEntries)
 		}
 		name := below(x.base, h.Name)
 		if name == "" {

@@ -40,9 +40,9 @@ func (l *layer) updateNetwork(w http.ResponseWriter, r *http.Request, c call) er
 	case want.EgressPolicy != ws.Network.EgressPolicy:
 		return unsupported("to close the egress of a sandbox that was created with open egress")
 	case want.EgressPolicy == coppice.EgressDenyAll:
-		change := coppice.NetworkPatch{Allow: coppice.Allow{}}
+		change := coppice.NetworkPatch{Allow: &coppice.Allow{}}
 		if want.Allow != nil {
-			change.Allow = *want.Allow
+			change.Allow = want.Allow
 		}
 		if _, err := c.PatchWorkspace(r.Context(), ws.ID, coppice.PatchWorkspaceRequest{Network: &change}); err != nil {
 			return err

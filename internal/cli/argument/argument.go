@@ -29,6 +29,32 @@ func KeyValues(flag string, words []string) (map[string]string, error) {
 	return out, nil
 }
 
+// Labels reads changes of labels: KEY=VALUE sets one, and KEY- removes it.
+func Labels(words []string) (map[string]*string, error) {
+	out := map[string]*string{}
+	for _, w := range words {
+		key, value, set := strings.Cut(w, "=")
+		if !set {
+			name, removed := strings.CutSuffix(w, "-")
+			if !removed || name == "" {
+				return nil, exit.Misuse(fmt.Errorf("%q is neither KEY=VALUE, which sets a label, nor KEY-, which removes it", w))
+			}
+			key = name
+		}
+		if key == "" {
+			return nil, exit.Misuse(fmt.Errorf("%q has no key", w))
+		}
+		if _, twice := out[key]; twice {
+			return nil, exit.Misuse(fmt.Errorf("label %q is given twice", key))
+		}
+		out[key] = nil
+		if set {
+			out[key] = &value
+		}
+	}
+	return out, nil
+}
+
 // Each calls f for every reference. It calls f for all of them even if one fails.
 func Each(refs []string, f func(ref string) error) error { return EachOf(refs, f) }
 

@@ -2,7 +2,10 @@ package clitest
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 
 	"github.com/labstack/echo/v4"
 
@@ -42,10 +45,44 @@ func (f *Server) DeleteWatch(_ context.Context, r api.DeleteWatchRequestObject) 
 	return api.DeleteWatch204Response{}, nil
 }
 
+// content serves a file, an archive of it, a list of it alone, or what it is. Nothing is at /g.
+func content(c echo.Context) error {
+	path := c.QueryParam("path")
+	info := file(path)
+	switch {
+	case path == "/g":
+		b, err := json.Marshal(refusal(404, "FILE_NOT_FOUND"))
+		return errors.Join(err, c.Blob(404, "application/problem+json", b))
+	case c.QueryParam("list") == "true":
+		return c.JSON(200, api.FileList{Path: path, Entries: []api.FileInfo{info}})
+	case c.QueryParam("stat") == "true":
+		if path == "/d" {
+			info.Type = api.FileTypeDir
+		}
+		return c.JSON(200, info)
+	}
+	text := "content of " + path
+	if c.QueryParam("tar") == "true" {
+		text = "archive of " + path
+	}
+	info.Size, info.Name, info.Owner = int64(len(text)), "f", ""
+	b, err := json.Marshal(info)
+	if err != nil {
+		return err
+	}
+	c.Response().Header().Set("Coppice-File", string(b))
+	return c.String(200, text)
+}
+
 func (f *Server) addFiles(e *echo.Echo) {
 	e.GET("/v1/workspaces/:workspace_id/files", func(c echo.Context) error {
 		f.note(c.QueryParam("user"))
-		return c.JSON(200, file(c.QueryParam("path")))
+		return content(c)
+	})
+	e.GET("/v1/checkpoints/:checkpoint_id/files", content)
+	e.PUT("/v1/workspaces/:workspace_id/files", func(c echo.Context) error {
+		_, err := io.Copy(io.Discard, c.Request().Body)
+		return errors.Join(err, c.JSON(200, file(c.QueryParam("path"))))
 	})
 	e.GET("/v1/workspaces/:workspace_id/watches/:watch_id/events", func(c echo.Context) error {
 		line := `{"seq":%d,"type":"%s","path":"/d/\u001bx","name":"x","dir":false}` + "\n"

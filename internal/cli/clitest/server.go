@@ -185,7 +185,12 @@ func (f *Server) CreateCheckpoint(_ context.Context, r api.CreateCheckpointReque
 
 func (f *Server) PatchCheckpoint(_ context.Context, r api.PatchCheckpointRequestObject) (api.PatchCheckpointResponseObject, error) {
 	f.note(*r.Body)
-	return api.PatchCheckpoint200JSONResponse(Checkpoint(1, 0, r.Body.Annotations)), nil
+	cp := Checkpoint(1, 0, r.Body.Annotations)
+	if r.Body.Name != nil {
+		cp.Name = *r.Body.Name
+	}
+	cp.Labels = changed(cp.Labels, r.Body.Labels)
+	return api.PatchCheckpoint200JSONResponse(cp), nil
 }
 
 func (f *Server) GetLineage(_ context.Context, r api.GetLineageRequestObject) (api.GetLineageResponseObject, error) {

@@ -3,6 +3,7 @@ package checkpoint
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/cli/find"
 	"github.com/coppice-dev/coppice/internal/cli/render"
 	"github.com/coppice-dev/coppice/internal/foreign"
@@ -29,8 +31,8 @@ func NewCommand(a *cli.App) *cobra.Command {
 CHECKPOINT is a name, an id, or the end of an id.`,
 	}
 	c.AddCommand(
-		newCreateCommand(a), newListCommand(a), newShowCommand(a), newTreeCommand(a),
-		newDiffCommand(a), newAnnotateCommand(a), newRemoveCommand(a),
+		newCreateCommand(a), newListCommand(a), newShowCommand(a), newTreeCommand(a), newCatCommand(a),
+		newDiffCommand(a), newAnnotateCommand(a), newRenameCommand(a), newLabelCommand(a), newRemoveCommand(a),
 		newPinCommand(a, true), newPinCommand(a, false), newPruneCommand(a), newRetainCommand(a),
 		newExportCommand(a), newImportCommand(a),
 	)
@@ -112,11 +114,20 @@ func newListCommand(a *cli.App) *cobra.Command {
 	var labels []string
 	var everything, quiet bool
 	c := &cobra.Command{
-		Use:     "ls",
+		Use:     "ls [CHECKPOINT:PATH]",
 		Aliases: []string{"list"},
-		Short:   "List checkpoints, newest first",
-		Args:    cobra.NoArgs,
-		RunE: func(c *cobra.Command, _ []string) error {
+		Short:   "List checkpoints, newest first, or the files of one",
+		Long: `List checkpoints, newest first. With CHECKPOINT:PATH, list a directory of a checkpoint, as its guest saw it when it was captured; no machine
+is started for it.`,
+		Example: "  coppice ckpt ls --workspace demo\n  coppice ckpt ls before-upgrade:/etc",
+		Args:    cobra.MaximumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			if len(args) == 1 {
+				if of != "" || len(labels) > 0 || everything || quiet {
+					return exit.Misuse(errors.New("the flags choose checkpoints; they do not go with CHECKPOINT:PATH"))
+				}
+				return listFiles(a, c, args[0])
+			}
 			client, err := a.Client()
 			if err != nil {
 				return err

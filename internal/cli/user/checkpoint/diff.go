@@ -17,12 +17,15 @@ import (
 )
 
 func newDiffCommand(a *cli.App) *cobra.Command {
-	return &cobra.Command{
+	var content bool
+	c := &cobra.Command{
 		Use:   "diff FROM TO",
 		Short: "Show the differences between two checkpoints of one tree",
 		Long: `Show the differences between two checkpoints of one tree: files added (A), changed (M) and removed (D), processes started (+) and ended (-),
-and how much memory differs. No machine is started for it. A renamed file appears as one removed and one added file.`,
-		Example: "  coppice ckpt diff before-upgrade 9r4w6xcv",
+and how much memory differs. No machine is started for it. A renamed file appears as one removed and one added file.
+
+With --content, the lines that differ follow, for text files of at most 1 MiB.`,
+		Example: "  coppice ckpt diff before-upgrade 9r4w6xcv\n  coppice ckpt diff before-upgrade 9r4w6xcv --content",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.Client()
@@ -39,13 +42,27 @@ and how much memory differs. No machine is started for it. A renamed file appear
 			}
 			done := a.Working(c.Context(), "comparing")
 			diff, err := wholeDiff(client.DiffCheckpoints(c.Context(), from.ID, to.ID))
+			if err != nil || !content {
+				done()
+				if err != nil {
+					return err
+				}
+				return a.Print(diff, func(w io.Writer) error { return printDiff(w, diff) })
+			}
+			whole, err := contents(c.Context(), client, diff)
 			done()
 			if err != nil {
 				return err
 			}
-			return a.Print(diff, func(w io.Writer) error { return printDiff(w, diff) })
+			return a.Print(whole, func(w io.Writer) error {
+				err := printDiff(w, diff)
+				printContents(w, whole.Contents)
+				return err
+			})
 		},
 	}
+	c.Flags().BoolVar(&content, "content", false, "also show the lines of text files that differ")
+	return c
 }
 
 // wholeDiff joins all pages to one.

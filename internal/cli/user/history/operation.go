@@ -13,7 +13,7 @@ import (
 
 // NewOperationCommand makes the command "coppice op".
 func NewOperationCommand(a *cli.App) *cobra.Command {
-	c := &cobra.Command{Use: "op", Aliases: []string{"operation"}, Short: "Show operations"}
+	c := &cobra.Command{Use: "op", Aliases: []string{"operation"}, Short: "List, show and cancel operations"}
 	var wait bool
 	show := &cobra.Command{
 		Use:     "show OPERATION",
@@ -39,7 +39,7 @@ func NewOperationCommand(a *cli.App) *cobra.Command {
 		},
 	}
 	show.Flags().BoolVar(&wait, "wait", false, "wait for its end")
-	c.AddCommand(show)
+	c.AddCommand(newListOperationsCommand(a), show, newCancelCommand(a))
 	return c
 }
 

@@ -135,7 +135,8 @@ func NewRestoreCommand(a *cli.App) *cobra.Command {
 		Long: `Restore a checkpoint as a new workspace.
 
 With --in, the named workspace is rolled back to the checkpoint, in place: its machine is replaced when the new one is ready, and its
-sessions end. Nothing in the tree is overwritten; later checkpoints have this one as parent.`,
+sessions end. A suspended workspace runs afterwards. A lost workspace is gone for good: --in makes a new one with its name, environment,
+labels and settings. Nothing in the tree is overwritten; later checkpoints have this one as parent.`,
 		Example: "  coppice restore before-upgrade --name second-try\n  coppice restore before-upgrade --in demo",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -170,7 +171,11 @@ sessions end. Nothing in the tree is overwritten; later checkpoints have this on
 					return err
 				}
 				done := a.Working(ctx, "rolling "+ws.Name+" back")
-				res, err = client.RestoreWorkspace(ctx, ws.ID, cp.ID)
+				if ws.State == coppice.WorkspaceLost {
+					res, err = client.RestoreCheckpoint(ctx, cp.ID, replacement(ws, time.Now()))
+				} else {
+					res, err = client.RestoreWorkspace(ctx, ws.ID, cp.ID)
+				}
 				done()
 				if err != nil {
 					return err
@@ -195,4 +200,23 @@ sessions end. Nothing in the tree is overwritten; later checkpoints have this on
 	grantsFlag(c, &grants)
 	flags.add(c)
 	return c
+}
+
+// replacement asks for a workspace with the name and the settings of a lost one.
+func replacement(lost coppice.Workspace, now time.Time) coppice.RestoreCheckpointRequest {
+	req := coppice.RestoreCheckpointRequest{
+		WorkspaceName: lost.Name, Env: lost.Env, Labels: lost.Labels, Network: coppice.NetworkRequest{EgressPolicy: lost.Network.EgressPolicy},
+		IdleSeconds: lost.IdleSeconds, AutoResume: lost.AutoResume, OnTTL: lost.OnTTL,
+	}
+	if lost.IdleSeconds > 0 {
+		req.OnIdle = lost.OnIdle
+	}
+	if lost.Network.EgressPolicy == coppice.EgressDenyAll {
+		allow := append([]string{}, lost.Network.Allow...)
+		req.Network.Allow = &allow
+	}
+	if left := lost.ExpiresAt.Sub(now); !lost.ExpiresAt.IsZero() && left >= time.Second {
+		req.TTLSeconds = int64(left / time.Second)
+	}
+	return req
 }

@@ -33,6 +33,7 @@ WORKSPACE is a name, an id, or the end of an id.`,
 	c.AddCommand(
 		newCreateCommand(a), newListCommand(a), newShowCommand(a), newRemoveCommand(a),
 		newCopyCommand(a), newForwardCommand(a), newPreviewCommand(a), newPreviewsCommand(a), newSuspendCommand(a), newResumeCommand(a),
+		newRenameCommand(a), newLabelCommand(a),
 		newMakeDirCommand(a), newMoveCommand(a), newStatCommand(a), newWatchCommand(a),
 	)
 	return c
