@@ -24,6 +24,18 @@ func (c *Controller) Operations(ctx context.Context, project core.ProjectID, f O
 	return read(ctx, c, InProject(project), func(tx Tx) ([]Operation, error) { return tx.Operations(ctx, f) })
 }
 
+// newestOf returns the newest operation of a kind on a workspace.
+func newestOf(ctx context.Context, tx Tx, id core.WorkspaceID, kind OperationKind) (Operation, error) {
+	list, err := tx.Operations(ctx, OperationFilter{Page: Page{Limit: 1}, WorkspaceID: id, Kinds: []OperationKind{kind}})
+	if err == nil && len(list) == 0 {
+		err = core.Errorf(core.NotFound, core.CodeOperationNotFound, "there is no %s of workspace %s", kind, id)
+	}
+	if err != nil {
+		return Operation{}, err
+	}
+	return list[0], nil
+}
+
 // cancelable are the kinds of operations that can be canceled: they make workspaces, and to undo that changes nothing that was there before.
 var cancelable = map[OperationKind]bool{OpCreateWorkspace: true, OpForkCheckpoint: true, OpForkWorkspace: true, OpRestoreCheckpoint: true}
 

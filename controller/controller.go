@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/controller/previews"
+	"github.com/coppice-dev/coppice/controller/ratelimit"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -137,6 +138,7 @@ var errShutdown = errors.New("the controller is stopping")
 
 // Controller runs the use cases. Make it with New; it works only while Run does.
 type Controller struct {
+	*ratelimit.Limiter
 	*retention.Rounds
 	*sealing.Sealer
 	*sessions.Keeper
@@ -171,7 +173,6 @@ type Controller struct {
 
 	metrics   *metrics
 	journal   *flows.Journal
-	limits    *limiter
 	admission admission
 	marks     sweep.Marks
 	secrets   *secretstore.Keeper
@@ -200,7 +201,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		cfg: cfg.withDefaults(), store: ownStore{store}, runners: runners, log: log,
 		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
-		limits:  newLimiter(cfg.Limits),
+		Limiter: ratelimit.New(cfg.Limits),
 		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{},
 	}
 	if c.cfg.Metrics == nil {

@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/controller/previews"
+	"github.com/coppice-dev/coppice/controller/ratelimit"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -209,6 +210,24 @@ type (
 	GuestSession    = guestclient.Session
 	Process         = guestclient.Process
 	WorkspacePatch  = settings.Patch
+)
+
+// The types of rates, and the kinds of routes that share one.
+type (
+	Limits    = ratelimit.Limits
+	Rate      = ratelimit.Rate
+	RateClass = ratelimit.Class
+	RateError = ratelimit.Error
+	Allowance = ratelimit.Allowance
+)
+
+// The kinds of routes.
+const (
+	RateRead  = ratelimit.Read
+	RateWrite = ratelimit.Write
+	RateExec  = ratelimit.Exec
+	RateAdmin = ratelimit.Admin
+	RateOpen  = ratelimit.Open
 )
 
 // The types of the tree of checkpoints.

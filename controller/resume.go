@@ -67,7 +67,7 @@ func orNotReady(w Workspace, err error) error {
 
 // awaitOpen waits for the newest operation of a kind on a workspace, if it has not ended.
 func (c *Controller) awaitOpen(ctx context.Context, w Workspace, kind OperationKind, wait time.Duration) (answer Answer, open bool, err error) {
-	op, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) (Operation, error) { return tx.WorkspaceOperation(ctx, w.ID, kind) })
+	op, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) (Operation, error) { return newestOf(ctx, tx, w.ID, kind) })
 	if core.CategoryOf(err) == core.NotFound || err == nil && op.State.Done() {
 		return Answer{}, false, nil
 	}

@@ -181,8 +181,6 @@ type CheckpointTx interface {
 type OperationTx interface {
 	Operation(ctx context.Context, id core.OperationID) (Operation, error)
 	Operations(ctx context.Context, f OperationFilter) ([]Operation, error)
-	// WorkspaceOperation returns the newest operation of a kind on a workspace.
-	WorkspaceOperation(ctx context.Context, id core.WorkspaceID, kind OperationKind) (Operation, error)
 	// CancelOperation notes that an operation is to be canceled. It changes nothing about one that has ended.
 	CancelOperation(ctx context.Context, id core.OperationID) error
 	// InsertOperation inserts it as running under the lease of owner.

@@ -77,7 +77,7 @@ func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id
 // orphaned refuses a second termination of a workspace unless the first one has ended without effect. An operation and its workspace end
 // in one transaction, so a workspace that is read after the end of its operation shows the effect.
 func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) error {
-	op, err := tx.WorkspaceOperation(ctx, id, OpTerminateWorkspace)
+	op, err := newestOf(ctx, tx, id, OpTerminateWorkspace)
 	if err != nil {
 		return err
 	}
@@ -90,7 +90,7 @@ func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) e
 
 // awaitTermination waits for a termination of the workspace that is under way; open is false if there is none.
 func (c *Controller) awaitTermination(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (answer Answer, open bool, err error) {
-	op, err := read(ctx, c, InProject(project), func(tx Tx) (Operation, error) { return tx.WorkspaceOperation(ctx, id, OpTerminateWorkspace) })
+	op, err := read(ctx, c, InProject(project), func(tx Tx) (Operation, error) { return newestOf(ctx, tx, id, OpTerminateWorkspace) })
 	if err != nil || op.State.Done() {
 		return Answer{}, false, err
 	}

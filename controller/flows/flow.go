@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -63,9 +62,8 @@ type Tx interface {
 	OmittedFlows(ctx context.Context, id core.WorkspaceID) (Omitted, error)
 	// Effects lists the effects on the path from the root to a checkpoint, in the order in which they happened.
 	Effects(ctx context.Context, id core.CheckpointID, after EffectMark, limit int) ([]Effect, error)
-	// Workspace and Checkpoint fail with a NotFound error if the transaction sees no such object.
-	Workspace(ctx context.Context, id core.WorkspaceID) (model.Workspace, error)
-	Checkpoint(ctx context.Context, id core.CheckpointID) (model.Checkpoint, error)
+	// Find fails with a NotFound error if the transaction sees no such workspace or checkpoint.
+	Find(ctx context.Context, id string) error
 	// TidyFlows makes the next partitions and removes flows that are older than keep, by whole months.
 	TidyFlows(ctx context.Context, keep time.Duration) error
 	// FoldFlowCounts adds at most limit counts of old minutes to the counts of their days. It returns how many it has found.

@@ -114,7 +114,7 @@ func (j *Journal) List(ctx context.Context, project core.ProjectID, id core.Work
 	err = j.store.InProject(ctx, project, func(tx Tx) error {
 		list, err = tx.WorkspaceFlows(ctx, id, f)
 		if err == nil && len(list) == 0 {
-			_, err = tx.Workspace(ctx, id)
+			err = tx.Find(ctx, string(id))
 		}
 		return err
 	})
@@ -124,7 +124,7 @@ func (j *Journal) List(ctx context.Context, project core.ProjectID, id core.Work
 // Effects lists the effects on the path from the root to a checkpoint, in the order in which they happened.
 func (j *Journal) Effects(ctx context.Context, project core.ProjectID, id core.CheckpointID, after EffectMark, limit int) (list []Effect, err error) {
 	err = j.store.InProject(ctx, project, func(tx Tx) error {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
+		if err := tx.Find(ctx, string(id)); err != nil {
 			return err
 		}
 		list, err = tx.Effects(ctx, id, after, limit)

@@ -81,14 +81,6 @@ func (t *tx) CancelOperation(ctx context.Context, id core.OperationID) error {
 	return err
 }
 
-// WorkspaceOperation returns the newest of a kind.
-func (t *tx) WorkspaceOperation(ctx context.Context, id core.WorkspaceID, kind controller.OperationKind) (controller.Operation, error) {
-	absent := core.Errorf(core.NotFound, core.CodeOperationNotFound, "there is no %s of workspace %s", kind, id)
-	row, err := pgtx.One[operationRow](ctx, t, absent, `
-		SELECT`+operationColumns+` FROM operations o WHERE o.workspace_id = @id AND o.kind = @kind ORDER BY o.id DESC LIMIT 1`, pgtx.Args{"id": id, "kind": kind})
-	return row.operation(), err
-}
-
 // InsertOperation inserts an operation that its inserter works on.
 func (t *tx) InsertOperation(ctx context.Context, op controller.Operation, lease time.Duration) (controller.Operation, error) {
 	row, err := pgtx.One[operationRow](ctx, t, nil, `

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -572,4 +573,14 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 		return controller.Workspace{}, err
 	}
 	return list[0], nil
+}
+
+// Find reads what an id names.
+func (t *tx) Find(ctx context.Context, id string) (err error) {
+	if strings.HasPrefix(id, "ckpt_") {
+		_, err = t.Checkpoint(ctx, core.CheckpointID(id))
+		return err
+	}
+	_, err = t.Workspace(ctx, core.WorkspaceID(id))
+	return err
 }

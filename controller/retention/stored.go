@@ -5,7 +5,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -76,8 +75,8 @@ type Store interface {
 
 // Tx keeps stored policies, and reads trees.
 type Tx interface {
-	// Checkpoint fails with a NotFound error if the transaction sees no such checkpoint.
-	Checkpoint(ctx context.Context, id core.CheckpointID) (model.Checkpoint, error)
+	// Find fails with a NotFound error if the transaction sees no such checkpoint.
+	Find(ctx context.Context, id string) error
 	// Subtree returns the next nodes of a walk through a checkpoint and everything that descends from it, with their scores from an annotation. It
 	// also returns the next position of the walk. It reads a bounded number of rows. Nodes come after their parents. Checkpoints that are
 	// made during the walk may be missing.
@@ -133,7 +132,7 @@ func (r *Rounds) PutRetention(ctx context.Context, project core.ProjectID, id co
 		return Stored{}, err
 	}
 	return inProject(ctx, r.store, project, func(tx Tx) (Stored, error) {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
+		if err := tx.Find(ctx, string(id)); err != nil {
 			return Stored{}, err
 		}
 		return tx.PutRetention(ctx, Stored{ProjectID: project, Checkpoint: id, Policy: policy})
@@ -143,7 +142,7 @@ func (r *Rounds) PutRetention(ctx context.Context, project core.ProjectID, id co
 // Retention returns the stored policy of a checkpoint.
 func (r *Rounds) Retention(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Stored, error) {
 	return inProject(ctx, r.store, project, func(tx Tx) (Stored, error) {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
+		if err := tx.Find(ctx, string(id)); err != nil {
 			return Stored{}, err
 		}
 		return tx.Retention(ctx, id)
@@ -153,7 +152,7 @@ func (r *Rounds) Retention(ctx context.Context, project core.ProjectID, id core.
 // DeleteRetention removes the stored policy of a checkpoint. It is no error if there is none.
 func (r *Rounds) DeleteRetention(ctx context.Context, project core.ProjectID, id core.CheckpointID) error {
 	return r.store.InProject(ctx, project, func(tx Tx) error {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
+		if err := tx.Find(ctx, string(id)); err != nil {
 			return err
 		}
 		return tx.DeleteRetention(ctx, id)

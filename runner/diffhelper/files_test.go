@@ -50,7 +50,7 @@ func look(t *testing.T, path string, list, length int) (diskdiff.Found, error) {
 // TestLook: a helper reads what is there, and its errors have their codes.
 func TestLook(t *testing.T) {
 	t.Parallel()
-	if got, err := look(t, "/a", 0, 2); err != nil || string(got.Data) != "xy" || got.File.Size != 3 {
+	if got, err := look(t, "/a", 0, 2); err != nil || string(got.Data) != "he" || got.File.Size != 6 {
 		t.Errorf("%+v, %v", got, err)
 	}
 	got, err := look(t, "/", 100, 0)

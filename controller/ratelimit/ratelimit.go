@@ -1,4 +1,6 @@
-package controller
+// Package ratelimit bounds how often a client may ask: each key, each project and, without a valid key, each address. It also delays the
+// answers to wrong keys.
+package ratelimit
 
 import (
 	"context"
@@ -9,21 +11,22 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/openlimit"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 )
 
-// RateClass is a kind of routes that share a rate.
-type RateClass string
+// Class is a kind of routes that share a rate.
+type Class string
 
 // The classes.
 const (
-	RateRead  RateClass = "read"
-	RateWrite RateClass = "write" // routes that begin operations or change objects
-	RateExec  RateClass = "exec"  // routes that reach into guests
-	RateAdmin RateClass = "admin" // projects and keys
-	RateOpen  RateClass = "open"  // without a valid key, by address
+	Read  Class = "read"
+	Write Class = "write" // routes that begin operations or change objects
+	Exec  Class = "exec"  // routes that reach into guests
+	Admin Class = "admin" // projects and keys
+	Open  Class = "open"  // without a valid key, by address
 )
 
 // Rate is a token bucket.
@@ -35,22 +38,22 @@ type Rate struct {
 // Limits are the rates of this process; each of several controllers has the same rates for itself. Zero values take generous
 // defaults: they do not delay a search that forks 300 times a second.
 type Limits struct {
-	Key          map[RateClass]Rate // of one key
-	Project      map[RateClass]Rate // of all keys of one project
-	Open         Rate               // of one address, for requests whose key is not yet known to be valid
-	FailureDelay time.Duration      // of the answer to the sixth wrong key from an address in a minute; it doubles up to maxFailureDelay. Default 50 ms
+	Key          map[Class]Rate // of one key
+	Project      map[Class]Rate // of all keys of one project
+	Open         Rate           // of one address, for requests whose key is not yet known to be valid
+	FailureDelay time.Duration  // of the answer to the sixth wrong key from an address in a minute; it doubles up to maxFailureDelay. Default 50 ms
 }
 
 func (l Limits) withDefaults() Limits {
-	set := func(m *map[RateClass]Rate, rates map[RateClass]Rate) {
+	set := func(m *map[Class]Rate, rates map[Class]Rate) {
 		if *m == nil {
 			*m = rates
 		}
 	}
 	fast, slow := Rate{2000, 4000}, Rate{20, 100}
-	set(&l.Key, map[RateClass]Rate{RateRead: fast, RateWrite: fast, RateExec: fast, RateAdmin: slow})
+	set(&l.Key, map[Class]Rate{Read: fast, Write: fast, Exec: fast, Admin: slow})
 	fast, slow = Rate{4000, 8000}, Rate{40, 200}
-	set(&l.Project, map[RateClass]Rate{RateRead: fast, RateWrite: fast, RateExec: fast, RateAdmin: slow})
+	set(&l.Project, map[Class]Rate{Read: fast, Write: fast, Exec: fast, Admin: slow})
 	if l.Open.Burst == 0 {
 		l.Open = Rate{100, 500}
 	}
@@ -74,9 +77,9 @@ type Allowance struct {
 	Reset     time.Duration // until it is full again
 }
 
-// limiter keeps the buckets of this process. The buckets of keys and projects are separate from those of addresses, so that a sender
+// Limiter keeps the buckets of this process. The buckets of keys and projects are separate from those of addresses, so that a sender
 // without a valid key cannot influence them.
-type limiter struct {
+type Limiter struct {
 	limits Limits
 	open   *openlimit.Tree
 	now    func() time.Time
@@ -88,7 +91,7 @@ type limiter struct {
 
 type bucketKey struct {
 	owner string // key or project
-	class RateClass
+	class Class
 }
 
 type bucket struct {
@@ -96,14 +99,15 @@ type bucket struct {
 	used time.Time
 }
 
-func newLimiter(l Limits) *limiter {
+// New makes a limiter.
+func New(l Limits) *Limiter {
 	l = l.withDefaults()
-	return &limiter{limits: l, open: openlimit.New(l.Open.PerSecond, l.Open.Burst), now: time.Now, buckets: map[bucketKey]*bucket{}}
+	return &Limiter{limits: l, open: openlimit.New(l.Open.PerSecond, l.Open.Burst), now: time.Now, buckets: map[bucketKey]*bucket{}}
 }
 
 // bucket needs mu. A bucket that limits somebody is never forgotten. If the largest number of buckets is reached, new owners share one
 // bucket for each class.
-func (l *limiter) bucket(key bucketKey, r Rate, now time.Time) *bucket {
+func (l *Limiter) bucket(key bucketKey, r Rate, now time.Time) *bucket {
 	b, ok := l.buckets[key]
 	if !ok && len(l.buckets) >= maxBuckets {
 		if l.reclaim(now, 0); len(l.buckets) >= maxBuckets {
@@ -120,7 +124,7 @@ func (l *limiter) bucket(key bucketKey, r Rate, now time.Time) *bucket {
 }
 
 // take takes a token out of every bucket. If one of them is empty, it takes none and returns when all will have one.
-func (l *limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, error) {
+func (l *Limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	left, wait := Allowance{Remaining: math.MaxInt}, time.Duration(0)
@@ -141,7 +145,7 @@ func (l *limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, erro
 	}
 	if wait > 0 {
 		left.Remaining = 0
-		return left, &RateError{After: wait}
+		return left, &Error{After: wait}
 	}
 	for _, b := range buckets {
 		b.AllowN(now, 1)
@@ -151,8 +155,8 @@ func (l *limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, erro
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
-// sweep forgets buckets that were not used for so long that they are full again.
-func (l *limiter) sweep(now time.Time) {
+// Sweep forgets buckets that were not used for so long that they are full again.
+func (l *Limiter) Sweep(now time.Time) {
 	l.open.Sweep(now)
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -160,7 +164,7 @@ func (l *limiter) sweep(now time.Time) {
 }
 
 // reclaim needs mu. It forgets buckets that are full: a new one would be the same.
-func (l *limiter) reclaim(now time.Time, idle time.Duration) {
+func (l *Limiter) reclaim(now time.Time, idle time.Duration) {
 	for key, b := range l.buckets {
 		if now.Sub(b.used) >= idle && b.TokensAt(now) >= float64(b.Burst()) {
 			delete(l.buckets, key)
@@ -168,33 +172,32 @@ func (l *limiter) reclaim(now time.Time, idle time.Duration) {
 	}
 }
 
-// RateError refuses a request that came too soon.
-type RateError struct{ After time.Duration }
+// Error refuses a request that came too soon.
+type Error struct{ After time.Duration }
 
 // Error says what to do.
-func (e *RateError) Error() string { return e.core().Error() }
+func (e *Error) Error() string { return e.core().Error() }
 
 // Unwrap gives the core error that callers see.
-func (e *RateError) Unwrap() error { return e.core() }
+func (e *Error) Unwrap() error { return e.core() }
 
-func (e *RateError) core() *core.Error {
+func (e *Error) core() *core.Error {
 	return core.Errorf(core.Exhausted, core.CodeRateLimited, "too many requests; repeat this one after the seconds in Retry-After")
 }
 
-// Allow takes a request of a key into account; a RateError when the key or its project makes too many of its class.
-func (c *Controller) Allow(key Key, class RateClass) (Allowance, error) {
-	l := c.limits
+// Allow takes a request of a key into account; a Error when the key or its project makes too many of its class.
+func (l *Limiter) Allow(key model.Key, class Class) (Allowance, error) {
 	return l.take(l.now(), map[bucketKey]Rate{
 		{string(key.ID), class}: l.limits.Key[class], {string(key.ProjectID), class}: l.limits.Project[class],
 	})
 }
 
 // AllowOpen takes a request without a key, or with one that is not known yet, into account.
-func (c *Controller) AllowOpen(address string) (Allowance, error) {
-	left, wait := c.limits.open.Take(c.limits.now(), origin(address))
+func (l *Limiter) AllowOpen(address string) (Allowance, error) {
+	left, wait := l.open.Take(l.now(), origin(address))
 	allowed := Allowance{Limit: left.Limit, Remaining: left.Remaining, Reset: left.Reset}
 	if wait > 0 {
-		return allowed, &RateError{After: wait}
+		return allowed, &Error{After: wait}
 	}
 	return allowed, nil
 }
@@ -209,9 +212,8 @@ func origin(remote string) netip.Addr {
 }
 
 // SlowFailure delays the answer to a wrong key. The delay grows with the number of wrong keys from that address. It refuses with a
-// RateError if too many answers are being delayed.
-func (c *Controller) SlowFailure(ctx context.Context, address string) error {
-	l := c.limits
+// Error if too many answers are being delayed.
+func (l *Limiter) SlowFailure(ctx context.Context, address string) error {
 	n := l.open.Failed(l.now(), origin(address))
 	if n <= 0 {
 		return nil
@@ -223,7 +225,7 @@ func (c *Controller) SlowFailure(ctx context.Context, address string) error {
 	}
 	l.mu.Unlock()
 	if full {
-		return &RateError{After: maxFailureDelay}
+		return &Error{After: maxFailureDelay}
 	}
 	defer func() {
 		l.mu.Lock()
