@@ -110,5 +110,5 @@ func (c *Controller) terminateAll(ctx context.Context, what string, find func(Tx
 
 // limitLoop forgets what the limits of requests no longer need.
 func (c *Controller) limitLoop(ctx context.Context) {
-	pace.Every(ctx, c.cfg.LoopInterval, nil, func() { c.Limiter.Sweep(time.Now()) })
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() { c.DropIdle(time.Now()) })
 }

@@ -155,8 +155,8 @@ func (l *Limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, erro
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
-// Sweep forgets buckets that were not used for so long that they are full again.
-func (l *Limiter) Sweep(now time.Time) {
+// DropIdle forgets buckets that were not used for so long that they are full again.
+func (l *Limiter) DropIdle(now time.Time) {
 	l.open.Sweep(now)
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -35,11 +35,11 @@ func TestBuckets(t *testing.T) {
 	if _, err := l.take(now, rates); err == nil {
 		t.Error("the project has none left")
 	}
-	l.Sweep(now.Add(time.Second))
+	l.DropIdle(now.Add(time.Second))
 	if len(l.buckets) != 2 {
 		t.Errorf("%d buckets: fresh ones are kept", len(l.buckets))
 	}
-	l.Sweep(now.Add(time.Hour))
+	l.DropIdle(now.Add(time.Hour))
 	if len(l.buckets) != 0 {
 		t.Errorf("%d buckets are kept for ever", len(l.buckets))
 	}
