@@ -2,6 +2,7 @@ package router_test
 
 import (
 	"bufio"
+	"crypto/tls"
 	"io"
 	"net/http"
 	"net/http/cookiejar"
@@ -326,4 +327,87 @@ func TestBounds(t *testing.T) {
 	}
 	close(free)
 	eventually.True(t, "a place is free", func() bool { return w.get(w.client, p.URL).status == http.StatusOK })
+}
+
+// TestHostileGuest: a guest that answers with too much, with two answers, with an early answer or with none gets no further than its own request.
+func TestHostileGuest(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create(w.rest)
+	heads := map[string]string{
+		"/long":   "HTTP/1.1 200 OK\r\nX-Long: " + strings.Repeat("a", 1<<17) + "\r\n\r\n",
+		"/split":  "HTTP/1.1 200 OK\r\nX-A: b\r\n Set-Cookie: a=b\r\nContent-Length: 0\r\n\r\n",
+		"/two":    "HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+		"/none":   "",
+		"/switch": "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: other\r\n\r\n",
+	}
+	guest := w.guest(func(rw http.ResponseWriter, q *http.Request) {
+		conn, _, err := http.NewResponseController(rw).Hijack()
+		if err != nil {
+			return
+		}
+		defer conn.Close()
+		if head, ok := heads[q.URL.Path]; ok {
+			_, _ = io.WriteString(conn, head)
+			return
+		}
+		_, _ = io.WriteString(conn, "HTTP/1.1 103 Early Hints\r\nX-Early: 1\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\npoison")
+	})
+	w.listen(ws.ID, 3000, guest)
+	p := w.preview(ws.ID, 3000, coppice.VisibilityPublic)
+	for path := range heads {
+		if a := w.get(w.client, p.URL+path[1:]); a.status != http.StatusBadGateway && path != "/split" || a.header.Get("Set-Cookie") != "" {
+			t.Errorf("%s: %+v", path, a)
+		}
+	}
+	for range 3 {
+		if a := w.get(w.client, p.URL); a.status != http.StatusOK || a.body != "ok" || a.header.Get("X-Early") != "" {
+			t.Errorf("%+v", a)
+		}
+	}
+}
+
+// TestSmuggling: what two servers could read in two ways is refused, and headers for the next hop do not reach the guest.
+func TestSmuggling(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create(w.rest)
+	w.listen(ws.ID, 3000, w.guest(func(rw http.ResponseWriter, q *http.Request) {
+		if q.URL.Path != "/" || q.Header.Get("X-Hop") != "" || q.Header.Get("X-Forwarded-Host") == "evil.example" || q.Header.Get("Forwarded") != "" {
+			t.Errorf("the guest gets %s %v", q.URL, q.Header)
+		}
+		_, _ = io.WriteString(rw, "hello")
+	}))
+	p := w.preview(ws.ID, 3000, coppice.VisibilityPublic)
+	host := strings.TrimSuffix(strings.TrimPrefix(p.URL, "https://"), "/")
+	transport, ok := w.client.Transport.(*http.Transport)
+	if !ok {
+		t.Fatal("no transport")
+	}
+	for request, want := range map[string]string{
+		"GET / HTTP/1.1\r\nHost: " + host + "\r\nConnection: close, X-Hop\r\nX-Hop: 1\r\nX-Forwarded-Host: evil.example\r\nForwarded: host=evil.example\r\n\r\n":                         "200",
+		"POST / HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /evil HTTP/1.1\r\nHost: " + host + "\r\n\r\n": "200",
+		"POST / HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab":                                                                 "400",
+		"POST / HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\nTransfer-Encoding: xchunked\r\n\r\n":                                                                              "501",
+		"GET / HTTP/1.1\r\nHost: " + host + "\r\nHost: evil.example\r\nConnection: close\r\n\r\n":                                                                                        "400",
+		"GET / HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\nX-A : b\r\n\r\n":                                                                                                   "400",
+		"CONNECT " + host + ":80 HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\n\r\n":                                                                                            "400",
+		"GET http://evil.example/ HTTP/1.1\r\nHost: " + host + "\r\nConnection: close\r\n\r\n":                                                                                           "421",
+	} {
+		raw, err := transport.DialContext(t.Context(), "tcp", "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		config := transport.TLSClientConfig.Clone()
+		config.NextProtos = nil
+		conn := tls.Client(raw, config)
+		if _, err := io.WriteString(conn, request); err != nil {
+			t.Fatal(err)
+		}
+		b, _ := io.ReadAll(conn)
+		_ = conn.Close()
+		if status, _, _ := strings.Cut(strings.TrimPrefix(string(b), "HTTP/1.1 "), " "); status != want {
+			t.Errorf("%q is answered %q, want %s", request, b, want)
+		}
+	}
 }

@@ -124,6 +124,7 @@ var rules = []rule{
 	{subtree: "controller/ports", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/settings", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/internalapi", not: []string{"controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "adapters do not import one another"},
+	{subtree: "controller/previews", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/sessions", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/secretstore", only: []string{"core", "egress/ca", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses, and knows no grants"},
 	{subtree: "controller/postgres", not: []string{"controller/httpapi", "controller/runnerclient"}, why: "adapters do not import one another"},
