@@ -1,16 +1,29 @@
-"""Writes the table of docs/COMPATIBILITY.md between its two marks, from the outcomes of client.py."""
+"""Writes the table of docs/COMPATIBILITY.md between its two marks, from the outcomes of the clients.
+
+Usage: table.py PAGE NAME=FILE... A name is that of a package with its version, and becomes a column.
+"""
 
 import json
 import pathlib
 import sys
 
-rows = [json.loads(line) for line in pathlib.Path(sys.argv[1]).read_text().splitlines()]
-page = pathlib.Path(sys.argv[2])
+page = pathlib.Path(sys.argv[1])
+columns = {}
+for pair in sys.argv[2:]:
+    name, file = pair.split("=", 1)
+    columns[name] = {row["method"]: row for row in map(json.loads, pathlib.Path(file).read_text().splitlines())}
+methods = list(dict.fromkeys(m for rows in columns.values() for m in rows))
 begin, end = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 head, rest = page.read_text().split(begin)
 _, tail = rest.split(end)
-table = "| method | outcome | note |\n|---|---|---|\n"
-for row in rows:
-    note = row["note"].replace("|", "\\|").replace("\n", " ")
-    table += f"| `{row['method']}` | {row['verdict']} | {note} |\n"
+table = "| method | " + " | ".join(columns) + " | note |\n|---|" + "---|" * len(columns) + "---|\n"
+for method in methods:
+    cells, notes = [], []
+    for rows in columns.values():
+        row = rows.get(method)
+        cells.append("-" if row is None or row["verdict"] == "absent" else row["verdict"])
+        if row is not None and row["verdict"] != "absent" and row["note"]:
+            notes.append(row["note"])
+    note = "; ".join(dict.fromkeys(notes)).replace("|", "\\|").replace("\n", " ")
+    table += f"| `{method}` | " + " | ".join(cells) + f" | {note} |\n"
 page.write_text(head + begin + table + end + tail)
