@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-compat test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -94,6 +94,9 @@ test-kvm: ## run the drivers and the system under a KVM that works, in an emulat
 
 test-compat: build ## run the unmodified packages of others, pinned by their sums, against Coppice; as root on real VMs, too: COMPAT_URL=http://… COMPAT_KEY=… uses a server that runs, WRITE=1 writes docs/COMPATIBILITY.md
 	@GO=$(GO) WRITE=$(WRITE) scripts/test-compat
+
+test-e2b: ## run E2B's own tests against a server that runs: COPPICE_E2B_REPO=/their/repository COMPAT_URL=http://… COMPAT_KEY=…
+	@scripts/test-e2b
 
 s3-server: $(VERSITYGW) ## build versitygw, the S3 server of tests, unless it is there (minutes)
 
