@@ -142,8 +142,8 @@ func (v visit) follow(ctx context.Context, s coppice.Session, stdout, stderr int
 	return events.put(&process.ProcessEvent{Event: &process.ProcessEvent_End{End: endOf(s)}})
 }
 
-// streamEnded breaks the connection where the sandbox went away during a stream, as E2B's proxy does: only then do all clients
-// ask whether it still runs, and say so. Otherwise the server is "unavailable".
+// streamEnded breaks the connection where the sandbox went away during a stream, as E2B's proxy does: clients then ask whether it
+// still runs. Otherwise the server is "unavailable".
 func (v visit) streamEnded(ctx context.Context, err error) error {
 	var refused *coppice.Error
 	if !errors.As(err, &refused) {
