@@ -133,8 +133,8 @@ const (
 	CodeControllerUnreachable Code = "CONTROLLER_UNREACHABLE"
 )
 
-// Error is an error that may travel to a caller. Msg says what happened, to which object and what to do next; it
-// contains nothing that the caller may not see. Err is the cause, which stays inside.
+// Error is an error that may travel to a caller. Msg says what happened, to which object and what to do next; the
+// caller may see all of it. Err is the cause, which the caller never sees.
 type Error struct {
 	Category Category
 	Code     Code

@@ -44,7 +44,7 @@ func CacheKey(kind string, inputs any) (string, error) {
 	return kind + "-" + core.DigestOf(raw).Hex(), nil
 }
 
-// CacheGet reads a cached fact; false when there is none or it cannot be read.
+// CacheGet reads a cached fact. It returns false if there is none, or if it cannot be read.
 func (g *Staging) CacheGet(key string, v any) bool { return g.store.cacheGet(key, v) }
 
 // cacheGet reads the small JSON file of a fact.

@@ -35,7 +35,7 @@ const (
 // serialised by an flock, also between processes. It is safe for concurrent use.
 type Store struct{ dir string }
 
-// Open opens the store in dir, which is made when it does not exist.
+// Open opens the store in dir. It makes dir if it does not exist.
 func Open(dir string) (*Store, error) {
 	abs, err := filepath.Abs(dir)
 	if err != nil {
@@ -222,8 +222,8 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	return errors.Join(s.pruneCache(ctx), s.cleanTemp())
 }
 
-// Verify reads every byte of an image and compares it with image.json, which is compared with the digest. It fails
-// with IMAGE_CORRUPT, naming the file.
+// Verify compares every byte of an image with image.json, and image.json with the digest. Its error IMAGE_CORRUPT names
+// the file.
 func (s *Store) Verify(ctx context.Context, img Image) error {
 	fresh, err := s.load(img.Digest)
 	if err != nil {

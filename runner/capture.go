@@ -24,9 +24,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Capture makes a checkpoint of a running sandbox. The sandbox continues whatever happens to the checkpoint. From then on it is a clone
-// like its forks, so it gets fresh entropy before its workload thaws. A capture that has begun is finished even if ctx ends. With Stop
-// the sandbox ends as soon as the checkpoint is durable, and does not run again before that; it continues only if the capture fails.
+// Capture makes a checkpoint of a running sandbox. The sandbox continues also if the checkpoint fails. From then on it is a clone like
+// its forks, so it gets fresh entropy before its workload thaws. A capture that has begun is finished even if ctx ends. With Stop the
+// sandbox ends as soon as the checkpoint is durable, and does not run again before that; it continues only if the capture fails.
 func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.Capture) (runnerapi.Checkpoint, error) {
 	out, err := r.checkpoints.Once(ctx, req.CheckpointID, r.counted(func() (*checkpoints.Record, error) {
 		s, err := r.find(id)

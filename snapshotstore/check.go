@@ -73,7 +73,7 @@ func (c *Checker) Check(ctx context.Context, ref manifest.Ref) ([]Fault, error) 
 const maxSeen = 1 << 20
 
 // CheckFrom checks a checkpoint after a position. It stops at the time until, unless that is zero, but it always checks
-// something. next is where to go on; nil when nothing is left.
+// something. next is the position for the next call; nil at the end.
 func (c *Checker) CheckFrom(ctx context.Context, ref manifest.Ref, from Position, until time.Time) (faults []Fault, next *Position, err error) {
 	s, err := Open(ctx, c.blobs, ref)
 	if core.CategoryOf(err) == core.DataLoss {

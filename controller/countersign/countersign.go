@@ -1,6 +1,6 @@
 // Package countersign accepts statements of runners: it compares each one with the controller's
-// rows and adds the signature of the cluster. Without that signature, nothing that a runner signed
-// verifies. So a removed runner cannot make anything new.
+// rows and adds the signature of the cluster. Statements of runners do not verify without that
+// signature. So a removed runner cannot make anything new.
 package countersign
 
 import (

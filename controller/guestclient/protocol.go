@@ -76,7 +76,7 @@ type (
 	}
 )
 
-// Exited is the State of a session whose program has ended.
+// Exited is the State of a session after its program has ended.
 const Exited = "exited"
 
 // WaitSlice is the longest time of one wait call: an idle connection is never older.

@@ -75,7 +75,7 @@ type Checkpoint struct {
 	Env     map[string]string // likewise
 }
 
-// Imported is what a file says of the exported checkpoint. Nothing of it was checked.
+// Imported is what a file says of the exported checkpoint. It is unchecked.
 type Imported struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Image        core.Digest       `json:"image"`

@@ -67,7 +67,7 @@ func New(perSecond float64, burst int) *Tree {
 	return &Tree{perSecond: perSecond, burst: burst, root: &node{level: level{most: Most}}}
 }
 
-// Left is what an address may still do.
+// Left says how many requests an address may still send.
 type Left struct {
 	Limit, Remaining int
 	Reset            time.Duration // until its bucket is full again

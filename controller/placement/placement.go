@@ -59,9 +59,9 @@ type Request struct {
 	Class     *runnerapi.RunnerClass // a hard rule: equal in every field; nil: any
 }
 
-// Choose returns, of the runners with room, one where the least has to be fetched, and of these the one with the most room. Its errors say what to do: NO_RUNNER when none can be reached,
-// RUNNER_UNREACHABLE when the one with the bytes cannot, INCOMPATIBLE_HOST naming the field, IMAGE_NOT_FOUND, CAPACITY
-// naming the dimension, and DISK_FULL.
+// Choose returns a runner with room: one that has to fetch the least, and among these the one with the most room. Its errors say what to
+// do: NO_RUNNER when none can be reached, RUNNER_UNREACHABLE when the one with the bytes cannot, INCOMPATIBLE_HOST naming the field,
+// IMAGE_NOT_FOUND, CAPACITY naming the dimension, and DISK_FULL.
 func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
 	candidates, err := eligible(fleet, req)
 	if err != nil {

@@ -53,7 +53,7 @@ type VaultConfig struct {
 	Log *slog.Logger
 }
 
-// Vault reads from the key-value engines, both versions, of a HashiCorp Vault or what speaks as it does.
+// Vault reads from the key-value engines, both versions, of a HashiCorp Vault or of a compatible server.
 type Vault struct {
 	cfg    VaultConfig
 	prefix prefix
@@ -81,7 +81,7 @@ type keptSecret struct {
 	project core.ProjectID
 }
 
-// OpenVault makes a source. It asks nobody yet.
+// OpenVault makes a source. It sends no request yet.
 func OpenVault(cfg VaultConfig) (*Vault, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err

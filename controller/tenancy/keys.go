@@ -172,8 +172,8 @@ func (m *Manager) Known(secret string) bool {
 // defaultKeyTTL is the lifetime of a key if the request does not give one. The contract has the longest one.
 const defaultKeyTTL = 90 * 24 * time.Hour
 
-// CreateKey makes a key and returns its secret, which is kept nowhere. The new key can do no more than the asking key, and lives no
-// longer. Without scopes, it gets all scopes of the asking key that concern one project, except core.NamedScopes.
+// CreateKey makes a key and returns its secret, which is not stored. The new key has no more rights than the asking key, and does
+// not outlive it. Without scopes, it gets all scopes of the asking key that concern one project, except core.NamedScopes.
 func (m *Manager) CreateKey(ctx context.Context, actor model.Key, project core.ProjectID, name string, scopes []core.KeyScope, ttl time.Duration) (model.Key, string, error) {
 	if len(scopes) == 0 {
 		scopes = slices.DeleteFunc(slices.Clone(core.ProjectScopes), func(s core.KeyScope) bool {

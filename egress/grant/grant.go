@@ -139,7 +139,7 @@ func (s Set) Keeps(g *Grant) bool {
 	return slices.ContainsFunc(s.grants, func(o Grant) bool { return o.ID == g.ID && o.same(g) })
 }
 
-// DeniedError is the reason why a request is refused. It says nothing that the guest may not know.
+// DeniedError is the reason why a request is refused. It has no text that the guest must not see.
 type DeniedError string
 
 func (d DeniedError) Error() string { return string(d) }

@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Host is a name or an address in canonical form. The zero Host is neither.
+// Host is a name or an address in canonical form. The zero Host is no host.
 type Host struct {
 	name string
 	addr netip.Addr

@@ -93,7 +93,7 @@ func parseEntry(text string) (name string, rules []Rule, err error) {
 // Entries returns the policy's entries in canonical form, sorted. This form is stored, shown and given to runners.
 func (p Policy) Entries() []string { return slices.Clone(p.entries) }
 
-// Empty reports whether nothing is allowed.
+// Empty reports whether the policy allows nothing.
 func (p Policy) Empty() bool { return len(p.rules) == 0 }
 
 // Allows reports whether a host may be reached at a port with a protocol, and which entry allows it.

@@ -358,7 +358,7 @@ func NewDoctor(c HostConfig) *Doctor {
 	return &Doctor{c, p}
 }
 
-// HasImage reports whether there is an image to boot. Without one nobody can tell what works under KVM.
+// HasImage reports whether there is an image to boot. Without one, coppice cannot try what works under KVM.
 func (d *Doctor) HasImage() bool {
 	_, ok := d.p.image()
 	return ok

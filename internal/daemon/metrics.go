@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Metrics is a registry that is served in Prometheus's form. Where it listens nobody is asked for a key, so that must be loopback.
+// Metrics is a registry that is served in Prometheus's form. It asks for no key, so it must listen on loopback.
 type Metrics struct {
 	*prometheus.Registry
 

@@ -104,8 +104,8 @@ func diskSize(path string) int64 {
 	return int64(fs.Blocks) * fs.Bsize //nolint:gosec // G115: sizes of disks are below 2^63
 }
 
-// Open returns the store, nil where there is none, and steps learns how to close it. One that cannot be reached now, or is
-// silent, is out of order for a while: what else is wrong with it is an error, or logged if it shows late.
+// Open returns the store, or nil if none is configured, and adds its close to steps. It is no error if the store cannot
+// be reached now, or does not answer. Any other fault is an error, or is logged if it is found late.
 func (c StoreConfig) Open(ctx context.Context, log *slog.Logger, steps *undo.Stack) (blob.Blobs, error) {
 	if c.URL == "" {
 		return nil, nil //nolint:nilnil // there is none, which is no error

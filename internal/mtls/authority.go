@@ -144,7 +144,7 @@ func (a *Authority) IssueNew(name string, life time.Duration) (Certificate, erro
 	return Certificate{DER: der, Key: key}, err
 }
 
-// Request is what the holder of a key sends to have a certificate of it. It names nobody: the controller decides that.
+// Request is what the holder of a key sends to get a certificate for it. It has no name: the controller chooses that.
 func Request(key crypto.Signer) ([]byte, error) {
 	return x509.CreateCertificateRequest(rand.Reader, &x509.CertificateRequest{}, key)
 }

@@ -1,7 +1,7 @@
 // Package mtls is the trust between the controllers and runners of one cluster: a private
-// authority, certificates with the name of their owner, and TLS configurations that let nobody else
-// in. It uses only TLS 1.3, and both ends show a certificate. An identity is the name in a verified
-// certificate, never the content of a message.
+// authority, certificates with the name of their owner, and TLS configurations that refuse
+// everybody else. It uses only TLS 1.3, and both ends show a certificate. An identity is the name
+// in a verified certificate, never the content of a message.
 package mtls
 
 import (

@@ -121,8 +121,8 @@ func refused(why string) error {
 	return core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the pass is not taken: %s; ask the API for another", why)
 }
 
-// Verify returns what a pass says if it is genuine, of the scope, for this runner and in time. A pass to attach is spent by
-// that; which were spent is forgotten by a restart, so those from before it are refused.
+// Verify returns the claims of a pass if it is genuine, has the scope, is for this runner and has not expired. Verify
+// spends a pass to attach. A restart forgets the spent passes, so the verifier refuses passes from before it.
 func (v *Verifier) Verify(token string, scope Scope, now time.Time) (Claims, error) {
 	c, err := v.genuine(token)
 	switch {

@@ -23,9 +23,9 @@ import (
 
 const scope = "github.com/coppice-dev/coppice"
 
-// Open returns a provider that exports by OTLP over HTTP where OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
-// says, with the rest of the standard variables, and one that does nothing when neither is set, OTEL_SDK_DISABLED is true or
-// OTEL_TRACES_EXPORTER is none. end sends what is left.
+// Open returns a provider that exports by OTLP over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
+// and obeys the other standard variables. It returns a provider that does nothing if neither is set, if OTEL_SDK_DISABLED is
+// true, or if OTEL_TRACES_EXPORTER is none. end sends the remaining spans.
 func Open(ctx context.Context, getenv func(string) string, service string) (_ trace.TracerProvider, end func(context.Context) error, _ error) {
 	if getenv("OTEL_EXPORTER_OTLP_ENDPOINT")+getenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") == "" ||
 		strings.EqualFold(getenv("OTEL_SDK_DISABLED"), "true") || getenv("OTEL_TRACES_EXPORTER") == "none" {
@@ -62,7 +62,7 @@ func Start(ctx context.Context, name string, options ...trace.SpanStartOption) (
 	return trace.SpanFromContext(ctx).TracerProvider().Tracer(scope).Start(ctx, name, options...)
 }
 
-// Fail notes an error; nil is none.
+// Fail records an error in the span; nil is no error.
 func Fail(span trace.Span, err error) {
 	if err != nil {
 		span.SetStatus(codes.Error, string(core.CodeOf(err)))

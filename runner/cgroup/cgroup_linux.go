@@ -101,7 +101,7 @@ func (t *Tree) Make(name string, l Limits) (*Group, error) {
 	return g, nil
 }
 
-// Adopt opens a group that an earlier runner made; nil for a nil Tree, and where there is none.
+// Adopt opens a group that an earlier runner made. It returns nil for a nil Tree, and if there is no group.
 func (t *Tree) Adopt(name string) (*Group, error) {
 	if t == nil {
 		return nil, nil //nolint:nilnil // see Tree
@@ -114,8 +114,8 @@ func (t *Tree) Adopt(name string) (*Group, error) {
 	return g, err
 }
 
-// Beside makes a group beside the tree, without limits, and opens its directory, which is the caller's to close: for a process that all VMMs
-// need, and that outlives the runner as they do. One that is there is taken over. Nil for a nil Tree.
+// Beside makes a group without limits beside the tree, or takes over the existing one, and opens its directory. The caller closes it. The
+// group is for a process that all VMMs need, and that outlives the runner as they do. Beside returns nil for a nil Tree.
 func (t *Tree) Beside(name string) (*os.File, error) {
 	if t == nil {
 		return nil, nil //nolint:nilnil // see Tree

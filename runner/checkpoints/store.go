@@ -174,7 +174,7 @@ func (s *Store) RetainBase(id core.BaseID) {
 	s.mu.Unlock()
 }
 
-// ReleaseBase undoes one RetainBase. When nobody needs the base any more, it is removed.
+// ReleaseBase undoes one RetainBase. It removes the base when no other user is left.
 func (s *Store) ReleaseBase(id core.BaseID) error {
 	s.mu.Lock()
 	s.retained[id]--

@@ -20,7 +20,7 @@ type Survey struct {
 	Truncated   bool                   `json:"truncated,omitempty"` // there were more processes
 }
 
-// SurveyOf is what a guest reported when it was frozen.
+// SurveyOf returns the report of a guest that was frozen.
 func SurveyOf(frozen guestapi.QuiesceResponse) Survey {
 	return Survey{DiskFlushed: frozen.Flushed, FlushMS: frozen.FlushMS, Processes: frozen.Workload, Truncated: frozen.WorkloadTruncated}
 }

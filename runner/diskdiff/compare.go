@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/rootimage"
 )
 
-// Kind is what became of a file.
+// Kind says how a file differs.
 type Kind string
 
 // The kinds.

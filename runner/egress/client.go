@@ -139,7 +139,7 @@ func (c *Client) Remove(ctx context.Context, id core.SandboxID) error {
 // maxListed bounds the sandboxes that a process is heard of: a host has far fewer.
 const maxListed = 1 << 17
 
-// List says which sandboxes are served. It asks as often as the list has more.
+// List returns the served sandboxes. It sends further requests until the list is complete.
 func (c *Client) List(ctx context.Context) (all []egressapi.Served, err error) {
 	for from := core.SandboxID(""); ; {
 		out, err := c.call(ctx, egressapi.Request{Op: egressapi.OpList, From: from})
@@ -176,13 +176,13 @@ func (c *Client) Stats(ctx context.Context) (egressapi.Stats, error) {
 	return *out.Stats, nil
 }
 
-// Watch waits for the end of the process, which is ErrGone, or of ctx.
+// Watch waits for the end of the process (ErrGone) or of ctx.
 func (c *Client) Watch(ctx context.Context) error {
 	_, err := c.wait(ctx, egressapi.Request{Op: egressapi.OpWatch})
 	return err
 }
 
-// Stop ends the process, which is killed if it does not answer, and waits until it is gone, and with it every socket that it has.
+// Stop ends the process, and kills it if it does not answer. It returns when the process and all its sockets are gone.
 func (c *Client) Stop(ctx context.Context) error {
 	h, err := c.Hello(ctx)
 	if err == nil {

@@ -38,7 +38,8 @@ func (c *Client) greet(ctx context.Context) (h egressapi.Hello, err error) {
 // kill ends the process that listens.
 func (c *Client) kill(ctx context.Context) error { return sidecar.KillListener(ctx, name, c.socket) }
 
-// Ended reports whether nobody listens any more: the process has ended, or serves nobody until it has. One that is only silent has not.
+// Ended reports whether nobody listens any more: the process has ended, or is about to end and serves nobody. A process that is only silent
+// has not ended.
 func (c *Client) Ended(ctx context.Context) bool {
 	_, err := sidecar.Listener(ctx, c.socket)
 	return sidecar.IsNobody(err)

@@ -7,7 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 )
 
-// UsesAncestor reports whether the fetch of a checkpoint whose memory comes later would compare it with one of its ancestors on this host.
+// UsesAncestor reports whether a lazy fetch of a checkpoint would compare it with one of its ancestors on this host.
 func (f *Fetcher) UsesAncestor(ctx context.Context, at runnerapi.Stored, ancestors []runnerapi.Stored) (bool, error) {
 	snapshot, err := f.cfg.Uploads.Snapshot(ctx, at)
 	if err != nil {

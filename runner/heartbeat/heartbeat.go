@@ -78,7 +78,7 @@ func (l *Link) Registered() <-chan struct{} { return l.registered }
 // requestTime bounds a register or heartbeat.
 const requestTime = 10 * time.Second
 
-// New makes a link. Nothing is sent before Run. Without a certificate or a secret there is none.
+// New makes a link. Nothing is sent before Run. Without a certificate or a secret, New fails.
 func New(r *runner.Runner, cfg Config) (*Link, error) {
 	if len(cfg.Controllers) == 0 || (cfg.Member == nil) == (cfg.Secret == "") {
 		return nil, errors.New("the way to the controllers needs their addresses and either a certificate or a secret")

@@ -42,7 +42,7 @@ type Shell struct {
 	Handle    *vmm.Handle           `json:"handle,omitempty"`
 }
 
-// Shape is what a machine has in common with others of its base.
+// Shape is the part that all machines of a base have in common.
 type Shape struct {
 	Base      core.BaseID    `json:"base"`
 	Image     core.Digest    `json:"image"`

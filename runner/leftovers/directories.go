@@ -6,9 +6,9 @@ import (
 	"sync"
 )
 
-// Directories removes the directories of shells. To remove a directory, the process needs a descriptor, and shells often fail because there is
-// none left. So it remembers the directories that it cannot remove now, for RemoveAgain. The next runner removes the rest when it starts. The
-// zero value is ready for use. It is safe for concurrent use.
+// Directories removes the directories of shells. To remove a directory, the process needs a descriptor, and shells often fail because there
+// is none left. So Directories remembers those that it cannot remove now, for RemoveAgain. The next runner removes the rest when it starts.
+// The zero value is ready for use. It is safe for concurrent use.
 type Directories struct {
 	mu   sync.Mutex // guards left
 	left []string

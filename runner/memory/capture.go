@@ -76,7 +76,7 @@ func (c *Capture) Copy() error {
 // Bytes is the size of the delta.
 func (c *Capture) Bytes() int64 { return c.used }
 
-// Delta returns what was copied. It shares the capture's memory and is valid until Close.
+// Delta returns the copied pages. It shares the capture's memory and is valid until Close.
 func (c *Capture) Delta() *Delta {
 	return &Delta{Size: c.region.Size, Extents: c.extents, data: c.arena[:c.used]}
 }

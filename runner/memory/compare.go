@@ -66,7 +66,7 @@ func MayDiffer(a, b Image) ([]Extent, error) {
 	return withDeltas(ranges, a, b), nil
 }
 
-// MayBeData returns the pages of an image that may be other than zeros.
+// MayBeData returns the pages of an image that may have bytes other than zero.
 func MayBeData(i Image) ([]Extent, error) {
 	ranges, err := sparse.Data(i.Base)
 	if err != nil {
@@ -159,7 +159,7 @@ func (v *view) read(off, n int64) ([]byte, error) {
 // Reader reads an image. It is not safe for concurrent use.
 type Reader struct{ view *view }
 
-// NewReader reads an image, whose files stay the caller's.
+// NewReader reads an image. The caller still owns its files.
 func NewReader(i Image) *Reader { return &Reader{newView(i)} }
 
 // ReadAt fills p with the image's bytes from off on.

@@ -207,9 +207,9 @@ func (p *Pool) finishDelete(s *space) error {
 	return err
 }
 
-// Acquire returns a quarantined namespace: tap down, every chain dropping, no identity. A warm one costs no system
-// call; without one it is made now (a few milliseconds). At Config.Max it waits for one that is being reset; when
-// there is none it fails with core.CodeCapacity. The caller gives it back with Release.
+// Acquire returns a quarantined namespace: tap down, every chain dropping, no identity. A warm namespace costs no
+// system call; without one, Acquire makes it now (a few milliseconds). At Config.Max, it waits for a namespace that is
+// being reset; if there is none, it fails with core.CodeCapacity. The caller gives it back with Release.
 func (p *Pool) Acquire(ctx context.Context) (*Namespace, error) {
 	for {
 		if err := ctx.Err(); err != nil {

@@ -308,8 +308,8 @@ func list(ctx context.Context, conn *net.UnixConn, version int64) (all response,
 	return all, nil
 }
 
-// Watch calls each with all images, at once and whenever the state of one has changed, until ctx ends or the connection
-// to the pager ends, which is ErrGone: see Alive. A change during the listing is reported the next time.
+// Watch calls each with all images, at once and after each change of the state of one. It ends with ctx, or with the
+// connection to the pager (ErrGone): see Alive. A change during the listing is reported the next time.
 func (c *Client) Watch(ctx context.Context, each func([]Status)) error {
 	conn, err := c.dial(ctx)
 	if err != nil {

@@ -30,8 +30,8 @@ type Room struct {
 	left int64      // bytes that are reserved and not written yet
 }
 
-// New takes account of the file system of a directory. floor is how many bytes nobody may take; 0: a sixteenth of the file system, at most
-// 4 GiB.
+// New keeps account of the free bytes of a directory's file system. floor is the number of bytes that must stay free; 0 means a sixteenth
+// of the file system, at most 4 GiB.
 func New(dir string, floor int64) *Room { return &Room{dir: dir, floor: floor} }
 
 // Reservation is space that its owner alone may write. The methods of nil do nothing. It is safe for concurrent use.

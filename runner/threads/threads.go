@@ -63,8 +63,8 @@ func Killed(thread int) bool {
 	return false
 }
 
-// Stop sends SIGSTOP to each thread of a process. A signal to the process as a whole is given to one thread, often the first: while
-// that one waits in state D, nobody stops. SIGCONT to the process ends all of it.
+// Stop sends SIGSTOP to each thread of a process. The kernel gives a signal for the whole process to one thread, often the first:
+// while that thread waits in state D, no thread stops. SIGCONT to the process continues all threads.
 func Stop(pid int) error {
 	var errs []error
 	for _, thread := range list(pid) {

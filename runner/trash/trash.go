@@ -34,7 +34,7 @@ type Entry struct {
 	Kept  bool              `json:"kept"`
 }
 
-// List reads the trash. A data directory of an older version has none, which is as good as empty.
+// List reads the trash. A data directory of an older version has no trash: List returns nothing.
 func List(dir string) ([]Entry, error) {
 	dirs, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {

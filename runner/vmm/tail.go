@@ -5,8 +5,8 @@ import "sync"
 // ConsoleBytes is how much of a guest's console a Machine keeps.
 const ConsoleBytes = 64 << 10
 
-// Tail keeps the end of what is written to it, as printable ASCII with line feeds and tabs. Other bytes are replaced,
-// so that it can be shown on a terminal. Its memory is bounded. It is safe for concurrent use.
+// Tail keeps the end of the text that is written to it, as printable ASCII with line feeds and tabs. Other bytes are
+// replaced, so that it can be shown on a terminal. Its memory is bounded. It is safe for concurrent use.
 type Tail struct {
 	limit int
 
@@ -39,7 +39,7 @@ func (t *Tail) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// String returns what is kept, oldest first.
+// String returns the kept text, oldest first.
 func (t *Tail) String() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()

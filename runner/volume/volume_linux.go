@@ -36,9 +36,9 @@ const (
 	mountName = "volume"
 )
 
-// Open returns the volume in dir, which exists: dir itself where it has reflink, else the XFS in its file, made with budget
-// bytes when it is not there yet. Without root or mkfs.xfs it is dir itself, without reflink. A mount that an earlier process left
-// is used as it is.
+// Open returns the volume in dir, which must exist. It is dir itself if its file system has reflink. Otherwise it is an XFS in a
+// file in dir, which Open makes with budget bytes if it is missing. Without root or mkfs.xfs it is dir itself, without reflink.
+// Open uses a mount of an earlier process as it is.
 func Open(ctx context.Context, dir string, budget int64, log *slog.Logger) (*Volume, error) {
 	ok, err := sparse.CanReflink(dir)
 	if err != nil {

@@ -127,7 +127,7 @@ func errFile(err error) error {
 }
 
 // Append keeps a write. After an error the write must not happen; after nil it is reported to a controller, also when this process
-// is killed. It returns how many writes wait, of the same key and of all.
+// is killed. It returns the number of waiting writes, of the same key and of all keys.
 func (l *Log) Append(w runnerapi.DataWrite) (own, all int, err error) {
 	e := &entry{write: w}
 	if own, all, err = l.enqueue(e); err != nil {
