@@ -34,7 +34,7 @@ func (r *fakeRig) certify(ca *mtls.Authority, life time.Duration) {
 	}
 }
 
-// TestAttest: a fork is signed for, and whoever asks again, also after a restart of the runner, gets the same.
+// TestAttest: the runner signs for a fork, and returns the same statement again, also after its restart.
 func TestAttest(t *testing.T) {
 	t.Parallel()
 	r := newFakeRig(t, func(*Config) {})

@@ -373,7 +373,7 @@ func TestEgressFailsClosed(t *testing.T) {
 	r.wantOnly()
 }
 
-// TestNoEgress: without the process a sandbox has no way out, and whoever wants one is told before anything is started.
+// TestNoEgress: without the process a sandbox has no way out, and a request for one fails before anything is started.
 func TestNoEgress(t *testing.T) {
 	t.Parallel()
 	r := newFakeRig(t, func(*Config) {})

@@ -89,7 +89,8 @@ func wantStalled(t *testing.T, what string, err error) {
 	}
 }
 
-// TestStall: a machine that waits for the store is stopped and reported, whoever asks for its guest is told so at once, and it goes on by itself.
+// TestStall: a machine that waits for the store is stopped and reported, requests for its guest fail with this at once, and it goes on
+// by itself.
 func TestStall(t *testing.T) {
 	r, id := newStallRig(t)
 	fail := func(http.ResponseWriter, *http.Request, error) {}

@@ -55,8 +55,8 @@ type BeatTx interface {
 	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
 	// must register again; HEARTBEAT_STALE when a later heartbeat was applied before.
 	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (Order, error)
-	// HeldSandboxes lists the sandboxes that should be on the runner, or some of them.
-	HeldSandboxes(ctx context.Context, id core.RunnerID, which SandboxFilter) ([]RunnerSandbox, error)
+	// RunnerSandboxes lists the sandboxes that should be on the runner, or some of them.
+	RunnerSandboxes(ctx context.Context, id core.RunnerID, which SandboxFilter) ([]RunnerSandbox, error)
 	// SetStalls records that sandboxes of the runner stand still, or, with a zero stall, that they no longer do.
 	SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]model.Stall) error
 	// HeldCheckpoints sorts checkpoints that the runner says it has.
@@ -195,7 +195,7 @@ func (b *beat) sandboxes(ctx context.Context, tx BeatTx, settled time.Time) erro
 		}
 		which.Workspaces = b.h.DataUsed
 	}
-	rows, err := tx.HeldSandboxes(ctx, b.id, which)
+	rows, err := tx.RunnerSandboxes(ctx, b.id, which)
 	if err != nil {
 		return err
 	}

@@ -24,7 +24,7 @@ type access struct {
 
 func needs(rate controller.RateClass, scopes ...core.KeyScope) access { return access{rate, scopes} }
 
-// routes is the one table from the contract's operations to what they want. One that is not in it is refused, whoever asks.
+// routes is the one table from the contract's operations to what they want. Operations outside the table are refused for everybody.
 var routes = map[string]access{
 	"createWorkspace":    needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"listWorkspaces":     needs(controller.RateRead, core.ScopeWorkspaceRead),

@@ -55,7 +55,7 @@ func TestRunnerLease(t *testing.T) {
 		var held []controller.HeldSandbox
 		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
-			held, err = tx.HeldSandboxes(ctx, d.runner, controller.HeldFilter{All: true, Settled: beaten.Settled})
+			held, err = tx.RunnerSandboxes(ctx, d.runner, controller.HeldFilter{All: true, Settled: beaten.Settled})
 			return err
 		})
 		if len(held) != 1 || held[0].ID != w.Sandbox.ID || !held[0].Current || held[0].State != core.WorkspaceReady {

@@ -209,7 +209,7 @@ func TestCopies(t *testing.T) {
 	if got := near(b); got[other] != 3 {
 		t.Errorf("with the image: %v", got)
 	}
-	// A runner may hold what is sealed, whoever captured it.
+	// A runner may hold a sealed checkpoint that another runner captured.
 	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		list, err := tx.HeldCheckpoints(ctx, other, []core.CheckpointID{a.ID, b.ID})
 		if len(list.Copies) != 0 {

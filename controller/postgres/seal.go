@@ -23,7 +23,7 @@ func (t *tx) HasLease(ctx context.Context, runner core.RunnerID, epoch int64) er
 }
 
 // lockCheckpoint keeps a checkpoint's state until the transaction ends. Before a checkpoint's attempt or needs are changed it is
-// locked: whoever does so waits here for whoever else does.
+// locked: transactions that do so wait here for each other.
 func (t *tx) lockCheckpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
 	type idRow struct {
 		ID string `db:"id"`

@@ -132,7 +132,7 @@ func (t *tx) InsertAttachToken(ctx context.Context, token controller.AttachToken
 	return row.token(), err
 }
 
-// UseAttachToken spends a token, once, whoever races for it, and not when its key has ended.
+// UseAttachToken spends a token once, also if several requests use it at the same time, and not when its key has ended.
 func (t *tx) UseAttachToken(ctx context.Context, hash [32]byte, session core.SessionID) (controller.AttachToken, error) {
 	absent := core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the attach token is not known, was used, has expired or is for another session; ask for a new one")
 	row, err := pgtx.One[tokenRow](ctx, t, absent, `

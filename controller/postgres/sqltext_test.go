@@ -193,7 +193,7 @@ func (x *sources) statements(t *testing.T) []statement {
 	return list
 }
 
-// ofCall returns the statements of a call, one for each text that it may have, whoever calls its function.
+// ofCall returns the statements of a call, one for each text that it may have, over all callers of its function.
 func (x *sources) ofCall(c call, sql, args ast.Expr, row types.Type) ([]statement, error) {
 	if rows := c.caller.table(sql); rows != nil {
 		var list []statement

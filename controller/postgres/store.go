@@ -125,7 +125,7 @@ func (s *Store) inTx(ctx context.Context, scope controller.Scope, fn func(contro
 	return t.Commit(ctx)
 }
 
-// Notify wakes whoever listens.
+// Notify wakes the listeners.
 func (s *Store) Notify(ctx context.Context, ended []core.OperationID) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, pgtx.ErrTimeout)
 	defer cancel()

@@ -452,7 +452,7 @@ func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int
 			return controller.Workspace{}, err
 		}
 	}
-	// After the workspace, as whoever ends one has it: both locks in one order.
+	// After the workspace, in the order of transactions that end one: so both locks have one order.
 	t.Soon(`UPDATE sandboxes SET ended_at = now() WHERE workspace_id = @id AND id <> @sandbox AND ended_at IS NULL`, pgtx.Args{"id": id, "sandbox": sandbox})
 	return t.changed(ctx, id, core.WorkspaceReady, list, err)
 }

@@ -205,7 +205,7 @@ func TestRestoreHasTwoSandboxes(t *testing.T) {
 		return nil
 	})
 	d.system(func(ctx context.Context, tx controller.AllTx) error {
-		held, err := tx.HeldSandboxes(ctx, d.runner, controller.HeldFilter{All: true})
+		held, err := tx.RunnerSandboxes(ctx, d.runner, controller.HeldFilter{All: true})
 		if len(held) != 2 {
 			t.Errorf("held: %+v", held)
 		}

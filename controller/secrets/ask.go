@@ -172,7 +172,7 @@ func (v *Vault) knownMount(r reference) (mount, bool) {
 	return mount{}, false
 }
 
-// findMount asks what Vault's own client asks: it is allowed to whoever may read anything below the mount.
+// findMount asks what Vault's own client asks: everybody who may read anything below the mount may ask it.
 func (v *Vault) findMount(ctx context.Context, client *api.Client, r reference) (mount, error) {
 	s, err := fetch(ctx, client, "sys/internal/ui/mounts/"+r.path)
 	if err != nil {

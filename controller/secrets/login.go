@@ -52,7 +52,7 @@ func (v *Vault) session(ctx context.Context) (*session, error) {
 	return fresh, err
 }
 
-// withTokenFile reads the file each time: whoever writes it (an agent, say) replaces it whenever he likes.
+// withTokenFile reads the file each time, because its writer (an agent, for example) may replace it at any time.
 func (v *Vault) withTokenFile() (*session, error) {
 	token, err := readCredential(v.cfg.TokenFile)
 	if err != nil {

@@ -78,7 +78,7 @@ func Write(path string, b []byte, mode uint32) error {
 	return os.NewSyscallError("close", unix.Close(fd))
 }
 
-// Replace replaces a file atomically: whoever opens the path finds the old content or the new. It is not made
+// Replace replaces a file atomically: a program that opens the path finds the old content or the new. It is not made
 // durable, because memory and disk of a guest are only kept together. Only one writer at a time.
 func Replace(path string, b []byte, mode uint32) error {
 	temp := path + ".coppice-new"

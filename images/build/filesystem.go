@@ -47,7 +47,7 @@ func (b *builder) makeRootFS(ctx context.Context, tree, file string, epoch int64
 	})
 }
 
-// overlayMountOptions are in the overlay's superblock, so that whoever mounts it gets them: no background thread that
+// overlayMountOptions are in the overlay's superblock, so that every mount gets them: no background thread that
 // writes zeros into inode tables (after growth, which else starts one), and none that reads all block bitmaps ahead.
 const overlayMountOptions = "noinit_itable,no_prefetch_block_bitmaps"
 

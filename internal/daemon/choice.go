@@ -57,7 +57,7 @@ func (c *HostConfig) resolve() {
 		if *name == "" {
 			continue
 		}
-		if path, err := exec.LookPath(*name); err == nil { // else whoever starts it says so
+		if path, err := exec.LookPath(*name); err == nil { // otherwise its start reports this
 			if path, err = filepath.Abs(path); err == nil {
 				*name = path
 			}

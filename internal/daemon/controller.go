@@ -293,7 +293,7 @@ func (c ControllerConfig) scheme() string {
 func listenPublic(ctx context.Context, cfg ControllerConfig, address, flag string, h http.Handler) (*listener, error) {
 	if cfg.TLSCert == "" {
 		if !loopback(address) {
-			cfg.Log.WarnContext(ctx, "the API is served without TLS: whoever sees the traffic can read keys and data", flag, address)
+			cfg.Log.WarnContext(ctx, "the API is served without TLS: everybody who sees the traffic can read keys and data", flag, address)
 		}
 		return listen(ctx, address, flag, h, cfg.Log)
 	}

@@ -176,7 +176,7 @@ func (c StoreConfig) credentials(ctx context.Context) (s3.Credentials, error) {
 	return c.fromFiles(ctx)
 }
 
-// fromFiles reads the credentials; whoever renews them reads the files again.
+// fromFiles reads the credentials. A renewal reads the files again.
 func (c StoreConfig) fromFiles(context.Context) (s3.Credentials, error) {
 	access, errA := os.ReadFile(c.AccessKeyFile)
 	secret, errS := os.ReadFile(c.SecretKeyFile)

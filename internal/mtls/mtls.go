@@ -114,7 +114,7 @@ func (i *Identity) RenewAt() time.Time {
 	return leaf.NotBefore.Add(leaf.NotAfter.Sub(leaf.NotBefore) / 2)
 }
 
-// Server is the configuration of a listener: whoever connects must show a certificate of the authority.
+// Server is the configuration of a listener. Clients must show a certificate of the authority.
 func (i *Identity) Server() *tls.Config {
 	return &tls.Config{
 		MinVersion:             tls.VersionTLS13,

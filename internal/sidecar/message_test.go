@@ -76,7 +76,7 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestManyFiles: a message has only a few descriptors, whoever sends it. A message with more is refused, none of its
+// TestManyFiles: a message has only a few descriptors. A message with more is refused, none of its
 // descriptors stays open, and the next message uses the same connection.
 func TestManyFiles(t *testing.T) {
 	a, b := pair(t)

@@ -14,7 +14,7 @@ import (
 
 // Limits bound one VMM. A zero field bounds nothing.
 type Limits struct {
-	MemoryBytes int64 // of its own; the base's shared pages are charged to whoever touched them first. None of it is swapped out
+	MemoryBytes int64 // of its own; the base's shared pages are charged to the group that touched them first. None of it is swapped out
 	Processes   int   // threads count
 	Weight      int   // of processor time and of the disk's, in relation to other VMMs when there is not enough for all; 100 is usual
 	CPUPercent  int   // of one processor, at most; 200 is two

@@ -255,7 +255,7 @@ func (l *listing) close() {
 	l.v.heldBytes -= nameBytes(l.upper) + l.bytes
 }
 
-// tolerate counts what a guest, or whoever brought the image, has damaged. Any other error is the host's.
+// tolerate counts damage by a guest or by the maker of the image. It returns any other error, which is the host's.
 func (v *view) tolerate(err error) error {
 	_, upper := errors.AsType[*ext4.DamagedError](err)
 	_, lower := errors.AsType[*rootimage.DamagedError](err)

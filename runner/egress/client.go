@@ -38,7 +38,7 @@ func Ensure(ctx context.Context, p Process) (*Client, egressapi.Hello, error) {
 	c.pulse = p.Pulse.WithDefaults()
 	h, err := c.greet(ctx)
 	switch {
-	case errors.Is(err, errSilent) && ctx.Err() == nil: // whoever has started it
+	case errors.Is(err, errSilent) && ctx.Err() == nil: // also one that another runner has started
 		if err := c.kill(ctx); err != nil {
 			return nil, h, err
 		}

@@ -91,7 +91,7 @@ func TestRulesNotTaken(t *testing.T) {
 		}
 		testegress.Want(t, at, "a.test", allowed)
 	}
-	// Nobody is there: nothing passes, and whoever comes begins with the rules of now.
+	// Nobody is there: nothing passes, and the next process begins with the present rules.
 	version++
 	r.set(egress.NewClient(filepath.Join(t.TempDir(), "gone")), nil)
 	if err := g.SetRules(t.Context(), rulesOf(version, "b.test")); err != nil {

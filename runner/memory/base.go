@@ -209,7 +209,7 @@ func (s *BaseStore) load(id core.BaseID) (_ *os.File, size int64, arriving bool,
 	if err != nil {
 		return nil, 0, false, errors.Join(err, f.Close())
 	}
-	if !s.frozen || arriving { // what arrives cannot be written by whoever has it open
+	if !s.frozen || arriving { // a base that is still arriving cannot be written through its descriptor
 		return f, info.Size(), arriving, nil
 	}
 	defer f.Close()
@@ -243,7 +243,8 @@ func (s *BaseStore) find(id core.BaseID) (_ *os.File, arriving bool, err error) 
 	return nil, false, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the memory base %s is missing on this host", id)
 }
 
-// ForgetArriving forgets open bases that are still arriving, because the process that served them is gone. The next caller opens them again.
+// ForgetArriving forgets open bases that are still arriving, because the process that served them is gone. The next caller opens them
+// again.
 func (s *BaseStore) ForgetArriving() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -141,7 +141,7 @@ func (n names) namespaceID(name string) (string, bool) { return idAfter(n.namesp
 func (n names) linkID(name string) (string, bool)      { return idAfter(n.link(""), name) }
 func (n names) tableID(name string) (string, bool)     { return idAfter(n.table(""), name) }
 
-// newID returns five random letters or digits. A clash is found by whoever creates the namespace's file.
+// newID returns five random letters or digits. Creating the namespace's file finds a clash.
 func newID() string { return strings.ToLower(rand.Text()[:idLen]) }
 
 // parseMAC accepts a unicast, non-zero MAC that is not the gateway's.

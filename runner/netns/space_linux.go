@@ -208,7 +208,7 @@ var inborn = []string{
 
 func isInborn(l netlink.Link) bool { return slices.Contains(inborn, l.Attrs().Name) }
 
-// sever cuts whoever is still in the namespace off from everything. Errors are returned after trying all of it.
+// sever cuts everything in the namespace off from the network. Errors are returned after trying all of it.
 func (s *space) sever() error {
 	if s.fd < 0 {
 		return nil

@@ -124,7 +124,7 @@ const (
 
 // awaitNoSockets waits until no socket but the space's own lives in the calling thread's namespace, which is s, not
 // even one that the kernel keeps for a closed connection. A tap's descriptor counts as one. Sockets outlive their
-// process when their descriptors were passed on, and whoever holds one could reach the next guest through it.
+// process when their descriptors were passed on, and their holder could reach the next guest through them.
 func (s *space) awaitNoSockets(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, socketPatience)
 	defer cancel()

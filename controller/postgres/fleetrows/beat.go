@@ -95,9 +95,9 @@ type heldRow struct {
 	Stalled     *time.Time          `db:"stalled"`
 }
 
-// HeldSandboxes compares two moments of the database's clock for Settled. A sandbox that is being suspended is never current: its
+// RunnerSandboxes compares two moments of the database's clock for Settled. A sandbox that is being suspended is never current: its
 // runner stops it before its operation writes that.
-func (t *Tx) HeldSandboxes(ctx context.Context, id core.RunnerID, which controller.HeldFilter) ([]controller.HeldSandbox, error) {
+func (t *Tx) RunnerSandboxes(ctx context.Context, id core.RunnerID, which controller.HeldFilter) ([]controller.HeldSandbox, error) {
 	if !which.All && len(which.Sandboxes)+len(which.Workspaces) == 0 {
 		return nil, nil
 	}

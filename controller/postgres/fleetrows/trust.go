@@ -62,8 +62,8 @@ func (t *Tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 	return row.token(), err
 }
 
-// UseRunnerToken spends a token, once, whoever races for it. A token from before a failover is refused: the failover may have lost that it
-// was spent, and a second host would get the same identity.
+// UseRunnerToken spends a token once, also if several runners use it at the same time. A token from before a failover is refused: the
+// failover may have lost that it was spent, and a second host would get the same identity.
 func (t *Tx) UseRunnerToken(ctx context.Context, hash [32]byte) (controller.RunnerToken, error) {
 	absent := core.Errorf(core.Unauthenticated, core.CodeJoinTokenRefused,
 		"the join token is not known, was used, has expired or was made before a failover of the database; make another with coppice runner-token create")

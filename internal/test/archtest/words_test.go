@@ -37,6 +37,7 @@ var removedWords = []removedWord{
 	{row: "box", use: "sandbox", names: regexp.MustCompile(`(?i)^(box|boxes|newBox)$`), in: []string{"egress"}},
 	{row: "admit", use: "allow, of a frame or an address", names: regexp.MustCompile(`^admit$`), in: []string{"runner", "internal/boundjson"}},
 	{row: "hold", use: "stop, of a machine", names: regexp.MustCompile(`^([Hh]old|LetGo)$`), in: []string{"runner/vmm"}},
+	{row: "hold", use: "has, of what a runner reports", names: regexp.MustCompile(`^HeldSandboxes$`)},
 	{row: "seal", use: "freeze, of a memfd", names: regexp.MustCompile(`^(seal|sealed|findSealed)$`), in: []string{"runner/memory"}},
 	{row: "seal", use: "encrypt", names: regexp.MustCompile(`^(seal|[Ss]ealed)$`), in: []string{"egress/grant", "egress/host", "internal/masterkey", "snapshotstore/envelope"}},
 }

@@ -31,7 +31,7 @@ type Pager struct {
 	instances int
 	conns     map[*net.UnixConn]bool
 	images    map[string]pager.Status
-	refusal   *runnerapi.Problem // the answer to whoever puts an image; nil: it is taken
+	refusal   *runnerapi.Problem // the answer to a put of an image; nil: it is accepted
 	version   int64
 	news      chan struct{} // closed when the version is another
 }
