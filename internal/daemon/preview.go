@@ -64,7 +64,7 @@ func (c PreviewConfig) Validate(plain bool) error {
 		}
 	}
 	if !c.secure() && !loopback(c.Listen) && !plain {
-		bad("previews would be served in clear on %s: give --preview-tls-cert and --preview-tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
+		bad("previews would be served without TLS on %s: give --preview-tls-cert and --preview-tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
 	}
 	return errors.Join(errs...)
 }

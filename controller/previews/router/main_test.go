@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/internalapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/previews/router"
@@ -75,7 +76,7 @@ func newWorld(t *testing.T) *world {
 	if _, err := w.control.Bootstrap(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	internal, err := httpapi.NewInternal(w.control, runnerSecret, log)
+	internal, err := internalapi.New(w.control, runnerSecret, log)
 	if err != nil {
 		t.Fatal(err)
 	}
