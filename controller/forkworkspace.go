@@ -59,6 +59,16 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 
 func (k *forkWorkspace) made() made { return made{children: k.Children, capture: k.Capture} }
 
+// takeBack lets the workspace go on without the capture. Once the capture is recorded, the workspace has gone on, and what it does now is
+// another operation's, for example a suspension.
+func (k *forkWorkspace) takeBack(ctx context.Context, tx Tx, t *Task) error {
+	now, err := tx.Operation(ctx, t.op.ID)
+	if err != nil || now.Step == "fork" {
+		return err
+	}
+	return k.captureInput.takeBack(ctx, tx, t)
+}
+
 func (k *forkWorkspace) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
 	if k.fork != nil {
 		return k.fork, nil

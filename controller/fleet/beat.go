@@ -247,14 +247,21 @@ func (b *beat) checkpoints(ctx context.Context, tx BeatTx) error {
 	return err
 }
 
-// SumEvery says how often an unchanged runner's checksums are compared with the rows: with each heartbeat whose number it divides. A failover
-// and a lost answer do not need the checksums to be noticed: then the number is not the next one.
+// SumEvery says how often an unchanged runner's checksums are compared with the rows: with one heartbeat in so many, and with the next one
+// after this controller could not make the runner drop something. A failover and a lost answer do not need the checksums to be noticed: then
+// the number is not the next one.
 const SumEvery = 6
 
 // compareSums asks the runner for a whole list if the runner's checksum differs from that of the rows. A list that it has sent whole was
 // compared already. To add up the rows is most of the work of a heartbeat, so one without differences seldom does it.
 func (b *beat) compareSums(ctx context.Context, tx BeatTx) error {
-	if b.differences == nil || b.h.Number%SumEvery != 0 && len(b.h.Sandboxes)+len(b.h.Checkpoints)+len(b.differences.GoneCheckpoints) == 0 {
+	if b.differences == nil {
+		return nil
+	}
+	_, dropping := b.fleet.dropping.LoadAndDelete(b.id)
+	// By the number that was applied last, because a runner can skip numbers.
+	due := dropping || b.h.Number/SumEvery != b.h.Answered/SumEvery
+	if !due && len(b.h.Sandboxes)+len(b.h.Checkpoints)+len(b.differences.GoneCheckpoints) == 0 {
 		return nil
 	}
 	sandboxes, checkpoints, err := tx.HeldSums(ctx, b.id, b.h.Checkpoints)

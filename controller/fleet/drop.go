@@ -34,7 +34,7 @@ type DropTx interface {
 
 // Drop tells runners to take down those of the given sandboxes whose rows have ended. An ended row
 // never lives again. All other sandboxes stay as they are, also if the caller names them. If a
-// runner cannot be reached, the answer to its next heartbeat has the order.
+// runner cannot be reached, the answer to one of its next heartbeats has the order.
 func (f *Fleet) Drop(ctx context.Context, ids ...core.SandboxID) {
 	if len(ids) == 0 {
 		return
@@ -43,7 +43,7 @@ func (f *Fleet) Drop(ctx context.Context, ids ...core.SandboxID) {
 	defer cancel()
 	ended, err := read(ctx, f, func(tx Tx) ([]model.Sandbox, error) { return tx.EndedSandboxes(ctx, ids) })
 	if err != nil {
-		f.cfg.Log.InfoContext(ctx, "sandboxes left to the next heartbeat", "sandboxes", len(ids), "err", err)
+		f.cfg.Log.InfoContext(ctx, "sandboxes left to a heartbeat", "sandboxes", len(ids), "err", err)
 		return
 	}
 	var group errgroup.Group
@@ -54,7 +54,8 @@ func (f *Fleet) Drop(ctx context.Context, ids ...core.SandboxID) {
 		}
 		group.Go(func() error {
 			if err := f.runners.DeleteSandbox(ctx, s.Endpoint, s.ID); err != nil && core.CategoryOf(err) != core.NotFound {
-				f.cfg.Log.InfoContext(ctx, "sandbox left to the next heartbeat", "sandbox_id", s.ID, "err", err)
+				f.dropping.Store(s.RunnerID, true)
+				f.cfg.Log.InfoContext(ctx, "sandbox left to a heartbeat", "sandbox_id", s.ID, "err", err)
 			}
 			return nil
 		})
@@ -63,7 +64,7 @@ func (f *Fleet) Drop(ctx context.Context, ids ...core.SandboxID) {
 }
 
 // DropCheckpoints tells runners to delete those of the checkpoints whose committed rows are deleted or failed. If a runner cannot
-// be reached, the function does not call it for further checkpoints; the answer to its next heartbeat tells it.
+// be reached, the function does not call it for further checkpoints; the answer to one of its next heartbeats tells it.
 func (f *Fleet) DropCheckpoints(ctx context.Context, list []model.Checkpoint) {
 	var group errgroup.Group
 	group.SetLimit(dropConcurrency)
@@ -77,7 +78,8 @@ func (f *Fleet) DropCheckpoints(ctx context.Context, list []model.Checkpoint) {
 				if core.CategoryOf(err) == core.Unavailable {
 					silent.Store(cp.Endpoint, true)
 				}
-				f.cfg.Log.InfoContext(ctx, "checkpoint left to the next heartbeat", "checkpoint_id", cp.ID, "err", err)
+				f.dropping.Store(cp.RunnerID, true)
+				f.cfg.Log.InfoContext(ctx, "checkpoint left to a heartbeat", "checkpoint_id", cp.ID, "err", err)
 			}
 			return nil
 		})

@@ -7,6 +7,7 @@ package fleet
 import (
 	"context"
 	"log/slog"
+	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -71,6 +72,8 @@ type Fleet struct {
 	runners Runners
 	usage   usageTimes
 	images  imageRequests
+
+	dropping sync.Map // core.RunnerID -> true: it did not drop what it was asked to
 }
 
 // New makes a fleet. It starts nothing.

@@ -45,7 +45,13 @@ func (s *server) createPort(ctx context.Context, id core.WorkspaceID, b api.Crea
 		return controller.Port{}, invalid("ttl_seconds", "it is for a preview: give visibility as well")
 	case b.Visibility != "" && b.Listen != "":
 		return controller.Port{}, invalid("listen", "a preview has no address; leave it out, or leave visibility out to forward a port")
-	case b.Visibility != "":
+	case b.Visibility == api.VisibilitySigned || b.Visibility == api.VisibilityPublic:
+		if core.MissingScope(request.KeyOf(ctx).Scopes, core.ScopeWorkspaceExec) != "" {
+			return controller.Port{}, core.Errorf(core.PermissionDenied, core.CodePermissionDenied,
+				"a %s preview lets others into the workspace, so the key needs %s as well", b.Visibility, core.ScopeWorkspaceExec)
+		}
+	}
+	if b.Visibility != "" {
 		return s.control.Previews().Open(ctx, projectOf(ctx), id, previews.Want{GuestPort: b.GuestPort, Visibility: model.Visibility(b.Visibility), TTL: ttl})
 	}
 	listen, err := listenIn(b.Listen)
@@ -57,7 +63,7 @@ func (s *server) createPort(ctx context.Context, id core.WorkspaceID, b api.Crea
 
 // portsOf converts ports. A token lets its bearer into a guest, so a key that may only read does not get it.
 func (s *server) portsOf(ctx context.Context, list []controller.Port) ([]api.Port, error) {
-	mayOpen := core.MissingScope(request.KeyOf(ctx).Scopes, core.ScopeWorkspaceCreate) == ""
+	mayOpen := core.MissingScope(request.KeyOf(ctx).Scopes, core.ScopeWorkspaceCreate, core.ScopeWorkspaceExec) == ""
 	urls, err := s.control.Previews().URLs(ctx, projectOf(ctx), list, mayOpen)
 	if err != nil {
 		return nil, err

@@ -336,18 +336,22 @@ func (t *tx) uses(ctx context.Context, ids []core.CheckpointID, spare bool) ([]u
 	return pgtx.Many[useRow](ctx, t, `
 		SELECT c.id, c.state, coalesce((SELECT r.endpoint FROM runners r WHERE r.id = c.runner_id AND r.fenced_at IS NULL AND r.removed_at IS NULL), '') AS endpoint,
 			coalesce((SELECT o.id FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running') LIMIT 1), '') AS operation,
-			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended' AND w.ended_at IS NULL LIMIT 1), '') AS suspended,
+			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = c.id AND `+asleep+` AND w.ended_at IS NULL LIMIT 1), '') AS suspended,
 			coalesce((SELECT w.id FROM workspaces w WHERE @spare AND w.checkpoint_id = c.id AND w.ended_at IS NULL LIMIT 1),
 				(SELECT w.id FROM workspaces w WHERE @spare AND w.parent_checkpoint_id = c.id AND w.ended_at IS NULL LIMIT 1), '') AS living,
 			c.pinned AND c.state IN (`+living+`) AS pinned
 		FROM unnest(@ids::text[]) AS u (id) CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = u.id LIMIT 1) c WHERE NOT c.pruned`, a)
 }
 
+// asleep is the condition that a workspace w is suspended, or is being restored in place and would be suspended again if that failed. Its
+// head is all that there is of it.
+const asleep = `(w.state = 'suspended' OR w.state = 'restoring' AND w.sandbox_id IS NULL)`
+
 // setDeleted changes the state. What came into use since it was looked at does not meet the conditions of the change.
 const setDeleted = `
 	UPDATE checkpoints SET state = @to, ended_at = coalesce(ended_at, now())
 	WHERE id = ANY(@ids::text[]) AND state = ANY(@from::text[]) AND (NOT pinned OR state = 'failed')
-		AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = checkpoints.id AND w.state = 'suspended' AND w.ended_at IS NULL)`
+		AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = checkpoints.id AND ` + asleep + ` AND w.ended_at IS NULL)`
 
 func deletedOf(ids ...core.CheckpointID) pgtx.Args {
 	return pgtx.Args{"ids": pgtx.Texts(ids), "to": core.CheckpointDeleted, "from": pgtx.Texts(core.CheckpointDeleted.Sources())}

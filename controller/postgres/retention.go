@@ -37,7 +37,7 @@ const subtreeColumns = `
 		WHEN c.kind = 'template' THEN 'template'
 		WHEN c.pinned THEN 'pinned'
 		WHEN c.state = 'capturing' OR EXISTS (SELECT 1 FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running')) THEN 'operation'
-		WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended' AND w.ended_at IS NULL) THEN 'suspended'
+		WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND ` + asleep + ` AND w.ended_at IS NULL) THEN 'suspended'
 		WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)
 			OR EXISTS (SELECT 1 FROM workspaces w WHERE w.parent_checkpoint_id = c.id AND w.ended_at IS NULL) THEN 'workspace'
 		ELSE '' END AS held,

@@ -286,6 +286,9 @@ func (m *Manager) Reach(ctx context.Context, p Preview) (Upstream, error) {
 	return Upstream{Sandbox: w.Sandbox.ID, Port: p.GuestPort, w: w, runners: m.runners}, nil
 }
 
+// Epoch is the epoch of the workspace in which it has the sandbox.
+func (u Upstream) Epoch() int64 { return u.w.Epoch }
+
 // Connect connects to the port. ctx bounds the dial only.
 func (u Upstream) Connect(ctx context.Context) (net.Conn, error) {
 	return u.runners.ConnectPort(ctx, u.w.Sandbox.Endpoint, u.w.Sandbox.ID, u.Port)

@@ -1,6 +1,7 @@
 package compare
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 
@@ -20,8 +21,8 @@ func (c *Comparer) File(ctx context.Context, id core.CheckpointID, req runnerapi
 	if req.Entries < 0 || req.Entries > runnerapi.MaxFileEntries || req.Length < 0 || req.Length > runnerapi.MaxFileData || req.Offset < 0 {
 		return runnerapi.FilePart{}, core.Errorf(core.Invalid, core.CodeInvalidField, "at most %d entries or %d bytes of a file are read at once", runnerapi.MaxFileEntries, runnerapi.MaxFileData)
 	}
-	if n := len(req.Path); n == 0 || n > runnerapi.MaxFilePath || req.Path[0] != '/' {
-		return runnerapi.FilePart{}, core.Errorf(core.Invalid, core.CodeInvalidField, "path: it must be absolute and at most %d bytes long", runnerapi.MaxFilePath)
+	if n := len(req.Path); n == 0 || n > runnerapi.MaxFilePath || req.Path[0] != '/' || bytes.IndexByte(req.Path, 0) >= 0 {
+		return runnerapi.FilePart{}, core.Errorf(core.Invalid, core.CodeInvalidField, "path: it must be absolute, without NUL and at most %d bytes long", runnerapi.MaxFilePath)
 	}
 	leave, err := c.cfg.Enter()
 	if err != nil {

@@ -169,7 +169,7 @@ func plausibleFile(f diskdiff.File) bool {
 // judgeFiles makes what happened to the helper an error of the API. The words of the helper are of its few errors.
 func judgeFiles(err error) error {
 	if failed, ok := errors.AsType[*confine.TaskError](err); ok {
-		switch failed.Code {
+		switch failed.Code { //nolint:exhaustive // all others are faults of the helper
 		case core.CodeFileNotFound:
 			return core.Errorf(core.NotFound, core.CodeFileNotFound, "%s", failed.Message)
 		case core.CodeInvalidField:

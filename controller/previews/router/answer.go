@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"net/http"
 	"strings"
+	"time"
 
 	"github.com/coppice-dev/coppice/internal/sandboxhost"
 )
@@ -45,7 +46,11 @@ func writeText(w http.ResponseWriter, status int, text string) {
 	write(w, status, "text/plain; charset=utf-8", []byte(text+"\n"))
 }
 
+// patience bounds the time that a client may take to send the rest of a request that was answered already.
+const patience = 5 * time.Second
+
 func write(w http.ResponseWriter, status int, kind string, body []byte) {
+	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(patience)) // net/http reads the rest of the body before it answers
 	h := w.Header()
 	h.Set("Content-Type", kind)
 	h.Set("Cache-Control", "no-store")

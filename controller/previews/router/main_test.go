@@ -119,7 +119,7 @@ func (w *world) background(run func(context.Context) error) {
 func (w *world) browser(jar http.CookieJar, h2 bool) *http.Client {
 	pool := w.server.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
 	transport := &http.Transport{
-		TLSClientConfig: &tls.Config{RootCAs: pool, ServerName: "example.com"}, ForceAttemptHTTP2: h2, //nolint:gosec // G402: of a test
+		TLSClientConfig: &tls.Config{RootCAs: pool, ServerName: "example.com"}, ForceAttemptHTTP2: h2,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return new(net.Dialer).DialContext(ctx, "tcp", w.server.Listener.Addr().String())
 		},

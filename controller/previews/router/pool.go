@@ -57,7 +57,7 @@ func (p *places) enter(v *visit) (leave func(), full bool) {
 func (p *places) reached(v *visit, up previews.Upstream) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	v.upstream = up
+	v.upstream, v.preview.Epoch = up, up.Epoch() // a resume has begun another epoch
 }
 
 // since returns copies of the requests that began before a time.

@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"runtime/debug"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/model"
@@ -62,7 +63,7 @@ func New(cfg Config) *Router {
 // The headers of this router. None of them reaches a guest.
 const (
 	headerKey     = "Coppice-Key"           // an API key, for a private preview
-	headerToken   = "Coppice-Preview-Token" // the token of a signed preview
+	headerToken   = "Coppice-Preview-Token" //nolint:gosec // G101: the name of the header with the token of a signed preview
 	headerSandbox = "E2b-Sandbox-Id"
 	headerPort    = "E2b-Sandbox-Port"
 	headerTraffic = "E2b-Traffic-Access-Token"
@@ -138,6 +139,16 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		r.unreachable(w, q, t, err)
 		return
 	}
+	if up.Epoch() != p.Epoch { // a resume can take long; the preview may have been closed meanwhile
+		now, err := r.cfg.Previews.Find(ctx, t)
+		if err == nil && now.ID != p.ID {
+			err = previews.Absent()
+		}
+		if err != nil {
+			r.refuse(w, q, t, err)
+			return
+		}
+	}
 	r.places.reached(v, up)
 	r.forward(w, q.WithContext(ctx), t, up)
 }
@@ -153,8 +164,15 @@ func target(q *http.Request, domain string) (sandboxhost.Target, bool) {
 	return sandboxhost.New(q.Header.Get(headerSandbox), q.Header.Get(headerPort))
 }
 
-// clean refuses what two servers may read in two ways. net/http has refused most of it.
+// clean refuses what two servers may read in two ways. net/http has refused most of it. Only WebSockets may change the protocol of their
+// connection; every other offer to do so is left out.
 func clean(q *http.Request) bool {
+	if up := q.Header.Values("Upgrade"); len(up) == 1 && (q.Method != http.MethodGet || q.ProtoMajor != 1 || !strings.EqualFold(up[0], "websocket")) {
+		q.Header.Del("Upgrade")
+	}
+	if q.URL.Opaque != "" || !strings.HasPrefix(q.URL.Path, "/") && (q.Method != http.MethodOptions || q.URL.Path != "*") {
+		return false
+	}
 	return q.Method != http.MethodConnect && len(q.Header[headerSandbox]) <= 1 && len(q.Header[headerPort]) <= 1 && len(q.TransferEncoding) <= 1 &&
 		len(q.Header.Values("Upgrade")) <= 1
 }
@@ -232,7 +250,7 @@ func (r *Router) check(ctx context.Context, before time.Time) {
 		p, err := r.cfg.Previews.Find(ctx, t)
 		for _, v := range list {
 			switch {
-			case core.CategoryOf(err) == core.NotFound, err == nil && (p.ID != v.preview.ID || p.Epoch != v.preview.Epoch):
+			case core.CategoryOf(err) == core.NotFound, err == nil && (p.ID != v.preview.ID || v.upstream.Sandbox != "" && p.Epoch != v.preview.Epoch): // without a sandbox it waits for a resume
 				v.end()
 			case err == nil && v.upstream.Sandbox != "":
 				r.cfg.Previews.Used(v.upstream)

@@ -257,7 +257,7 @@ func TestStreams(t *testing.T) {
 	})
 	w.listen(ws.ID, 3000, guest)
 	p := w.preview(ws.ID, 3000, coppice.VisibilityPublic)
-	res, err := w.client.Get(p.URL + "events") //nolint:noctx // it ends with the test
+	res, err := w.client.Get(p.URL + "events")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -274,7 +274,7 @@ func TestStreams(t *testing.T) {
 	}
 	dial := func(p coppice.Port) *websocket.Conn {
 		t.Helper()
-		c, _, err := websocket.Dial(t.Context(), p.URL, &websocket.DialOptions{HTTPClient: w.browser(nil, false)})
+		c, _, err := websocket.Dial(t.Context(), p.URL, &websocket.DialOptions{HTTPClient: w.browser(nil, false)}) //nolint:bodyclose // of an upgrade
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -307,7 +307,7 @@ func TestBounds(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	ws := w.create(w.rest)
-	var free = make(chan struct{})
+	free := make(chan struct{})
 	w.listen(ws.ID, 3000, w.guest(func(rw http.ResponseWriter, _ *http.Request) {
 		rw.WriteHeader(http.StatusOK)
 		_ = http.NewResponseController(rw).Flush()
@@ -316,7 +316,7 @@ func TestBounds(t *testing.T) {
 	p := w.preview(ws.ID, 3000, coppice.VisibilityPublic)
 	const most = 128
 	for range most {
-		res, err := w.client.Get(p.URL) //nolint:noctx // it ends with the test
+		res, err := w.client.Get(p.URL)
 		if err != nil {
 			t.Fatal(err)
 		}

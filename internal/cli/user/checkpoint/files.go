@@ -90,6 +90,7 @@ func printFiles(w io.Writer, list coppice.FileList) error {
 			name += "/"
 		case coppice.FileTypeSymlink:
 			name += " -> " + f.Target
+		case coppice.FileTypeFile, coppice.FileTypeOther:
 		}
 		rows = append(rows, []string{string(f.Type), f.Mode, fmt.Sprintf("%d:%d", f.UID, f.GID), fmt.Sprint(f.Size), render.Moment(f.MTime), name})
 	}

@@ -103,7 +103,7 @@ func treeCPU(proc string, pid int) (map[string]float64, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", path, err)
 		}
-		kind := ""
+		var kind string
 		switch {
 		case filepath.Base(filepath.Dir(path)) == strconv.Itoa(pid):
 			parent, kind = true, "postmaster"
@@ -132,7 +132,7 @@ func treeCPU(proc string, pid int) (map[string]float64, error) {
 
 // serverKind says what a process of PostgreSQL is, by its title: "postgres: checkpointer", "postgres: USER DATABASE …" for a client.
 func serverKind(dir string) string {
-	title, err := os.ReadFile(filepath.Join(dir, "cmdline")) //nolint:gosec // G304: of a process
+	title, err := os.ReadFile(filepath.Join(dir, "cmdline"))
 	if err != nil {
 		return ended
 	}
