@@ -22,12 +22,12 @@ func TestCancelLeavesTheNextCapture(t *testing.T) {
 	t.Cleanup(func() { close(over) })
 	begun, captured := sync.OnceFunc(func() { close(forking) }), sync.OnceFunc(func() { close(capturing) })
 	w.runner.Hook(func(_ context.Context, point, _ string) error {
-		switch {
-		case point == runnertest.PointFork:
+		switch point {
+		case runnertest.PointFork:
 			begun()
 			<-over
 			return core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "it takes too long")
-		case point == runnertest.PointCapture:
+		case runnertest.PointCapture:
 			select {
 			case <-forking: // the second capture
 				captured()
