@@ -64,7 +64,7 @@ func newGranting(t *testing.T) *granting {
 }
 
 // rules returns rules with a grant for one host, encrypted for a key.
-func (x *granting) rules(version int64, key []byte, id core.SandboxID) runnerapi.EgressRules {
+func (x *granting) rules(version int64, key []byte, id core.SandboxID, change ...func(*grant.Bundle)) runnerapi.EgressRules {
 	x.t.Helper()
 	h, err := policy.ParseHost("api.example")
 	if err != nil {
@@ -74,10 +74,14 @@ func (x *granting) rules(version int64, key []byte, id core.SandboxID) runnerapi
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	encrypted, err := grant.Encrypt(key, id, version, grant.Bundle{Issuer: &issuer, Grants: []grant.Grant{{
+	bundle := grant.Bundle{Issuer: &issuer, Grants: []grant.Grant{{
 		ID: "api", Mode: grant.ModeHeader, Placeholder: grant.NewPlaceholder(), Secret: grant.NewSecret("0123456789"), Header: "Authorization",
 		Targets: []grant.Target{{Host: h, Port: 443}},
-	}}})
+	}}}
+	for _, c := range change {
+		c(&bundle)
+	}
+	encrypted, err := grant.Encrypt(key, id, version, bundle)
 	if err != nil {
 		x.t.Fatal(err)
 	}
@@ -144,8 +148,8 @@ func TestGrants(t *testing.T) {
 	}
 	mine := x.keys.Public()
 	for _, key := range [][]byte{mine, other.Public()} {
-		if r, err := x.parse("sbx_1", x.rules(3, key, "sbx_1")); err != nil || len(r.held) != 1 || r.held[0].Port != 443 {
-			t.Errorf("%+v, %v", r.held, err)
+		if r, err := x.parse("sbx_1", x.rules(3, key, "sbx_1")); err != nil || len(r.Held) != 1 || r.Held[0].Port != 443 {
+			t.Errorf("%+v, %v", r.Held, err)
 		}
 	}
 	state := func(what string, version int64, reads, lacks bool) {
@@ -174,6 +178,7 @@ func TestGrants(t *testing.T) {
 		{"of another version", runnerapi.EgressRules{Version: 4, Allow: again.Allow, Grants: again.Grants, Key: mine}, 3, true, false, true},
 		{"newer, without", runnerapi.EgressRules{Version: 5, Allow: []string{"api.example"}}, 5, false, false, false},
 		{"newer, with", x.rules(6, mine, "sbx_1"), 6, true, false, false},
+		{"newer, without an authority", x.rules(7, mine, "sbx_1", func(b *grant.Bundle) { b.Issuer = nil }), 6, true, false, true},
 		{"newer, for another", x.rules(7, other.Public(), "sbx_1"), 7, false, true, false},
 	} {
 		if err := x.setRules("sbx_1", c.rules); (err != nil) != c.fails {

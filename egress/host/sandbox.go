@@ -77,11 +77,11 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b := &sandbox{epoch: sb.Epoch, version: sb.Rules.Version, lacks: r.lacks}
-	b.policy.Store(&r.policy)
+	b.policy.Store(&r.Policy)
 	b.resolver = resolver.Serve(resolver.Config{
 		Policy: func() policy.Policy { return *b.policy.Load() }, Log: s.cfg.Log.With("sandbox_id", sb.ID), Count: s.stats.answered,
 	}, on.udp, on.tcp)
-	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Policy: r.policy, Grants: r.bundle, Held: r.held, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
+	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Rules: r.Rules, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
 		return errors.Join(err, b.resolver.Close())
 	}
 	s.sandboxes[sb.ID] = b
@@ -110,11 +110,12 @@ func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error 
 	if rules.Version < b.version || rules.Version == b.version && r.lacks && !b.lacks {
 		return nil
 	}
+	if _, err := s.proxy.SetRules(id, r.Rules); err != nil {
+		return err // the old rules are in force, of the old version
+	}
+	b.policy.Store(&r.Policy) // afterwards: no name resolves that the proxy does not allow yet
 	b.version, b.lacks = rules.Version, r.lacks
-	b.policy.Store(&r.policy)
-	s.proxy.SetPolicy(id, r.policy)
-	_, err = s.proxy.SetGrants(id, r.bundle, r.held...)
-	return err
+	return nil
 }
 
 // remove ends a sandbox and everything that it has open.

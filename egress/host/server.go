@@ -261,14 +261,12 @@ func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response,
 
 // rules say what a sandbox may reach, and with which secrets.
 type rules struct {
-	policy policy.Policy
-	bundle grant.Bundle
-	held   []grant.Target // the proxy reads their traffic, or refuses it
-	lacks  bool           // it has grants that were encrypted for another process
+	proxy.Rules
+	lacks bool // it has grants that were encrypted for another process
 }
 
 func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, err error) {
-	if out.policy, err = policy.Parse("allow", r.Allow); err != nil {
+	if out.Policy, err = policy.Parse("allow", r.Allow); err != nil {
 		return out, fmt.Errorf("rules of version %d: %w", r.Version, err)
 	}
 	for _, text := range r.Held {
@@ -276,7 +274,7 @@ func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, e
 		if err != nil {
 			return out, fmt.Errorf("rules of version %d: a host of the grants: %w", r.Version, err)
 		}
-		out.held = append(out.held, grant.Target{Host: h, Port: port})
+		out.Held = append(out.Held, grant.Target{Host: h, Port: port})
 	}
 	if len(r.Grants) == 0 {
 		return out, nil
@@ -285,6 +283,6 @@ func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, e
 		s.cfg.Log.Warn("grants were encrypted for another egress process and are not served", "sandbox_id", id, "version", r.Version)
 		return out, nil
 	}
-	out.bundle, err = s.keys.Decrypt(r.Grants, id, r.Version)
+	out.Grants, err = s.keys.Decrypt(r.Grants, id, r.Version)
 	return out, err
 }

@@ -73,8 +73,8 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 		"revoked while it answers":     {answer: never, end: func(b *bank) { b.give() }, sent: true},
 		"revoked before it answers":    {answer: silent, end: func(b *bank) { b.give() }, sent: true},
 		"expired":                      {grant: func(g *grant.Grant) { g.Expires = time.Now().Add(6 * time.Second) }, answer: silent, end: func(*bank) {}, sent: true},
-		"policy while it answers":      {answer: never, end: func(b *bank) { b.server.SetPolicy(b.id, b.policy("other.example")) }, sent: true},
-		"policy before it answers":     {answer: silent, end: func(b *bank) { b.server.SetPolicy(b.id, b.policy("other.example")) }, sent: true},
+		"policy while it answers":      {answer: never, end: func(b *bank) { b.allow("other.example") }, sent: true},
+		"policy before it answers":     {answer: silent, end: func(b *bank) { b.allow("other.example") }, sent: true},
 		"a placeholder after a part":   {body: strings.Repeat("x", 100<<10) + grant.NewPlaceholder(), answer: silent, sent: true, lost: true},
 		"a request that is not sent":   {grant: func(g *grant.Grant) { g.Methods = []string{"GET"} }},
 		"an address that is forbidden": {grant: func(*grant.Grant) {}, end: func(b *bank) { b.names.set(bankHost, secretAddr) }},
@@ -141,7 +141,7 @@ func TestTunnelsThatAreCut(t *testing.T) {
 		if _, err := io.ReadFull(c, make([]byte, 6)); err != nil {
 			return err
 		}
-		w.server.SetPolicy(w.id, w.policy())
+		w.allow()
 		if n, err := c.Read(make([]byte, 1)); err == nil {
 			return fmt.Errorf("the tunnel lives on: %d", n)
 		}

@@ -15,43 +15,9 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/egress/ca"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
-
-// granted is what a sandbox has been granted, with the certificates that it needs.
-type granted struct {
-	set    grant.Set
-	leaves *ca.Leaves // nil when the proxy terminates no TLS
-	held   []grant.Target
-}
-
-func newGranted(b grant.Bundle, held []grant.Target) (*granted, error) {
-	g := &granted{set: grant.NewSet(b.Grants...), held: held}
-	if len(g.set.Hosts()) == 0 {
-		return g, nil
-	}
-	if b.Issuer == nil {
-		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "there are grants for hosts, and no authority for their certificates")
-	}
-	var err error
-	g.leaves, err = ca.NewLeaves(*b.Issuer)
-	return g, err
-}
-
-func (t target) granted() grant.Target { return grant.Target{Host: t.host, Port: t.port} }
-
-// holds reports whether TLS to a host is either read by the proxy or refused.
-func (g *granted) holds(t target) bool {
-	return g.set.Granted(t.granted(), grant.ModeHeader) || slices.Contains(g.held, t.granted())
-}
-
-// reads reports whether the proxy terminates TLS to a host.
-func (b *sandbox) reads(t target) bool {
-	g := b.grants.Load()
-	return g.leaves != nil && g.set.Granted(t.granted(), grant.ModeHeader)
-}
 
 // intercept terminates the guest's TLS, with a certificate for the host.
 func (b *sandbox) intercept(c *conn, t target) {
@@ -61,17 +27,17 @@ func (b *sandbox) intercept(c *conn, t target) {
 	server := tls.Server(c, &tls.Config{
 		MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"},
 		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
-			g := b.grants.Load()
-			if g.leaves == nil {
+			r := b.rules.Load()
+			if r.leaves == nil {
 				return nil, errEnded
 			}
-			return g.leaves.Of(t.host.Name())
+			return r.leaves.Of(t.host.Name())
 		},
 	})
 	ctx, cancel := context.WithTimeout(b.ctx, b.s.cfg.FirstTime)
 	defer cancel()
 	if err := server.HandshakeContext(ctx); err != nil {
-		if o, refused := b.decide(b.ctx, core.Flow{Spoken: core.SpokenTLS, Port: t.port}, t.host, nil, nil); refused == nil {
+		if o, refused := b.decide(b.ctx, b.rules.Load(), core.Flow{Spoken: core.SpokenTLS, Port: t.port}, t.host, nil, nil); refused == nil {
 			b.end(o, errNotTrusted)
 		}
 		reset(c.Conn)
@@ -81,43 +47,6 @@ func (b *sandbox) intercept(c *conn, t target) {
 	if !b.s.read.queue.put(server) {
 		_ = c.Close()
 	}
-}
-
-// setGrants replaces the grants, and ends everything that used a grant which no longer exists.
-func (b *sandbox) setGrants(g *granted) {
-	b.grants.Store(g)
-	b.mu.Lock()
-	var flows, tunnels []*openFlow
-	for f := range b.open {
-		switch {
-		case f.use != nil && !g.set.Keeps(f.use.grant):
-			flows = append(flows, f)
-		case f.Spoken != core.SpokenHTTP && g.holds(target{f.host, f.Port}):
-			tunnels = append(tunnels, f)
-		}
-	}
-	var conns []*conn
-	for c := range b.conns {
-		if c.read && !g.set.Granted(c.target.granted(), grant.ModeHeader) {
-			conns = append(conns, c)
-		}
-	}
-	for id := range b.budgets {
-		if !g.set.Has(id) {
-			delete(b.budgets, id)
-		}
-	}
-	b.mu.Unlock()
-	for _, f := range flows {
-		f.cancel(errEnded)
-	}
-	for _, f := range tunnels {
-		f.cancel(errHeld)
-	}
-	for _, c := range conns {
-		reset(c.Conn)
-	}
-	b.closeIdle()
 }
 
 // The reasons why a request with a secret is ended.
@@ -178,19 +107,30 @@ func (b *sandbox) budget(g *grant.Grant) *budget {
 	return next
 }
 
-// brokered is the context key of the grant id that a base URL names.
-type brokered struct{}
+// brokered is the grant that a base URL names, and the rules that have it.
+type brokered struct {
+	id    string
+	rules *rules
+}
+
+type brokeredKey struct{}
+
+// brokeredOf returns the grant that the base URL of a request names.
+func brokeredOf(r *http.Request) (named brokered, ok bool) {
+	named, ok = r.Context().Value(brokeredKey{}).(brokered)
+	return named, ok
+}
 
 // broker puts a secret into a request, if one is granted and the request has its placeholder. If the proxy cannot put a
 // secret into a request, the request must not contain a placeholder.
-func (b *sandbox) broker(c *conn, r *http.Request, to target) (*use, error) {
-	id, named := r.Context().Value(brokered{}).(string)
+func (b *sandbox) broker(under *rules, c *conn, r *http.Request, to target) (*use, error) {
+	base, named := brokeredOf(r)
 	mode := grant.ModeHeader
 	switch {
 	case named:
 		mode = grant.ModeBaseURL
 	case !c.read:
-		if b.grants.Load().holds(to) {
+		if under.holds(to) {
 			return nil, errHeld
 		}
 		if bad := grant.Find(r); bad != "" {
@@ -198,11 +138,10 @@ func (b *sandbox) broker(c *conn, r *http.Request, to target) (*use, error) {
 		}
 		return nil, nil
 	}
-	g := b.grants.Load()
-	if !g.set.Granted(to.granted(), mode) {
+	if !under.set.Granted(to.granted(), mode) {
 		return nil, errEnded
 	}
-	used, err := g.set.Use(r, to.granted(), mode, id, time.Now())
+	used, err := under.set.Use(r, to.granted(), mode, base.id, time.Now())
 	if err != nil {
 		return nil, deny(err.Error())
 	}
@@ -242,7 +181,8 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 		refuseRequest(w, r, http.StatusBadRequest, "the request's path cannot be read")
 		return true
 	}
-	t, ok := c.sandbox.grants.Load().set.Base(id)
+	under := c.sandbox.rules.Load()
+	t, ok := under.set.Base(id)
 	if !ok {
 		refuseRequest(w, r, http.StatusForbidden, "there is no grant "+id+" with a base URL")
 		return true
@@ -252,7 +192,7 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 	if t.Port != https {
 		u.Host = policy.JoinHostPort(t.Host, t.Port)
 	}
-	out := r.WithContext(context.WithValue(r.Context(), brokered{}, id))
+	out := r.WithContext(context.WithValue(r.Context(), brokeredKey{}, brokered{id, under}))
 	out.URL, out.Host = &u, u.Host
 	s.serveProxied(w, out)
 	return true
@@ -260,7 +200,7 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 
 // inspect checks the answer of a host with grants: the head now, the body while it arrives.
 func (b *sandbox) inspect(o *openFlow, resp *http.Response) error {
-	scan := b.grants.Load().set.Scanner(target{o.host, o.Port}.granted())
+	scan := b.rules.Load().set.Scanner(target{o.host, o.Port}.granted())
 	if scan == nil { // the grants have ended meanwhile
 		return errEnded
 	}

@@ -8,19 +8,13 @@ import (
 	"slices"
 	"strings"
 	"testing"
-
-	"github.com/coppice-dev/coppice/egress/grant"
 )
 
 // TestTunnelsEndWithGrants: a tunnel that was opened while its host had no grant ends when the host gets one.
 func TestTunnelsEndWithGrants(t *testing.T) {
 	for name, come := range map[string]func(*bank){
 		"granted": func(b *bank) { b.give(b.g) },
-		"held": func(b *bank) {
-			if _, err := b.server.SetGrants(b.id, grant.Bundle{}, b.g.Targets...); err != nil {
-				b.t.Error(err)
-			}
-		},
+		"held":    func(b *bank) { b.hold() },
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBank(t)
@@ -64,18 +58,14 @@ func TestTunnelsEndWithGrants(t *testing.T) {
 // TestHeld: a host whose grants are missing cannot be reached with any protocol. Other hosts can.
 func TestHeld(t *testing.T) {
 	b := newBank(t)
-	b.server.SetPolicy(b.id, b.policy(bankHost, "tcp://"+bankHost+":443", "other.example"))
+	b.allow(bankHost, "tcp://"+bankHost+":443", "other.example")
 	site := b.open(func(http.ResponseWriter, *http.Request) {})
 	b.serve(evilAddr+":443", nil, "other.example")
 	raw := func(c net.Conn) error { return request(c, "\x00\x01 not TLS\r\n\r\n") }
 	plain := func(c net.Conn) error { return request(c, "GET / HTTP/1.1\r\nHost: "+bankHost+":443\r\n\r\n") }
 	for name, state := range map[string]func(){
 		"granted": func() { b.give(b.g) },
-		"held": func() {
-			if _, err := b.server.SetGrants(b.id, grant.Bundle{}, b.g.Targets...); err != nil {
-				t.Fatal(err)
-			}
-		},
+		"held":    b.hold,
 	} {
 		state()
 		for _, c := range []*http.Client{b.client(), b.unaware()} {

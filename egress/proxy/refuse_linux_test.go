@@ -16,7 +16,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/proxy"
 )
 
@@ -496,9 +495,7 @@ func TestRevocation(t *testing.T) {
 		bodies[u] = resp.Body
 	}
 	began := time.Now()
-	if !w.server.SetPolicy(w.id, w.policy("other.example")) {
-		t.Fatal("the sandbox is not there")
-	}
+	w.allow("other.example")
 	for _, u := range urls[:2] {
 		if b, err := io.ReadAll(bodies[u]); err == nil || os.IsTimeout(err) {
 			t.Errorf("%s ended with %q, %v, as if nothing had happened", u, b, err)
@@ -535,8 +532,8 @@ func TestRevocation(t *testing.T) {
 	if !slices.Equal(got, want) {
 		t.Errorf("flows %q, want %q", got, want)
 	}
-	if w.server.SetPolicy(core.SandboxID("sbx_none"), w.policy()) {
-		t.Error("a sandbox that is not there has got a policy")
+	if ok, err := w.server.SetRules("sbx_none", w.rules); ok || err != nil {
+		t.Error("a sandbox that is not there has got rules", err)
 	}
 }
 
@@ -573,12 +570,12 @@ func TestUpgrade(t *testing.T) {
 		if n, err = c.Read(b); string(b[:n]) != "ping" {
 			t.Errorf("%q, %v", b[:n], err)
 		}
-		w.server.SetPolicy(w.id, w.policy())
+		w.allow()
 		if n, err = c.Read(b); err == nil {
 			t.Errorf("the connection lives on: %q", b[:n])
 		}
 		_ = c.Close()
-		w.server.SetPolicy(w.id, w.policy("allowed.example"))
+		w.allow("allowed.example")
 	}
 	wantFlows(t, w, "cut http GET allowed.example:80/ 101", "cut http GET allowed.example:80/ 101")
 }

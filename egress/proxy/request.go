@@ -81,7 +81,7 @@ func sameTarget(h head) error {
 // refuse answers a request that was not parsed.
 func (b *sandbox) refuse(c *conn, f core.Flow, why error) {
 	host, _ := policy.ParseHost(f.Host)
-	if _, err := b.decide(b.ctx, f, host, nil, deny(why.Error())); errors.Is(err, errJournal) {
+	if _, err := b.decide(b.ctx, b.rules.Load(), f, host, nil, deny(why.Error())); errors.Is(err, errJournal) {
 		why = err
 	}
 	status := http.StatusBadRequest
@@ -228,7 +228,7 @@ func (b *sandbox) serveConnect(c *conn, h head) {
 		b.refuse(c, core.Flow{Spoken: core.SpokenTLS}, err)
 		return
 	}
-	if _, ok := b.policy.Load().Allows(host, port, core.SpokenTLS); !ok {
+	if _, ok := b.rules.Load().policy.Allows(host, port, core.SpokenTLS); !ok {
 		b.refuse(c, core.Flow{Spoken: core.SpokenTLS, Port: port, Host: host.String()}, deny("the workspace's policy does not allow "+describe(host, port, core.SpokenTLS)))
 		return
 	}
@@ -248,12 +248,16 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 	}
 	f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}
 	to, why := c.destination(r)
+	under := c.sandbox.rules.Load()
+	if base, named := brokeredOf(r); named {
+		under = base.rules
+	}
 	var u *use
 	if why == nil {
-		u, why = c.sandbox.broker(c, r, to)
+		u, why = c.sandbox.broker(under, c, r, to)
 	}
 	f.Port = to.port
-	o, err := c.sandbox.decide(r.Context(), f, to.host, u, why)
+	o, err := c.sandbox.decide(r.Context(), under, f, to.host, u, why)
 	if err != nil {
 		status := http.StatusForbidden
 		if d, ok := isDenial(err); ok {
@@ -315,7 +319,7 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 // destination returns the host of a request.
 func (c *conn) destination(r *http.Request) (target, error) {
 	scheme, port := "http", uint16(80)
-	if _, named := r.Context().Value(brokered{}).(string); named || c.read {
+	if _, named := brokeredOf(r); named || c.read {
 		scheme, port = "https", 443
 	}
 	if r.URL.Scheme != scheme {
@@ -375,7 +379,7 @@ func problem(r *http.Request, status int, detail string) *http.Response {
 func refuseRequest(w http.ResponseWriter, r *http.Request, status int, reason string) {
 	if c, _ := r.Context().Value(connKey{}).(*conn); c != nil {
 		f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}
-		if _, err := c.sandbox.decide(r.Context(), f, policy.Host{}, nil, &denial{reason, status}); errors.Is(err, errJournal) {
+		if _, err := c.sandbox.decide(r.Context(), c.sandbox.rules.Load(), f, policy.Host{}, nil, &denial{reason, status}); errors.Is(err, errJournal) {
 			status, reason = http.StatusServiceUnavailable, err.Error()
 		}
 	}

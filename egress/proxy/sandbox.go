@@ -21,8 +21,7 @@ type sandbox struct {
 	s  *Server
 	sb Sandbox
 
-	policy    atomic.Pointer[policy.Policy]
-	grants    atomic.Pointer[granted]
+	rules     atomic.Pointer[rules]
 	transport *http.Transport // no other sandbox uses its connections
 	secure    *http.Transport // the same over TLS, for requests that the proxy reads
 	listeners []net.Listener
@@ -37,9 +36,9 @@ type sandbox struct {
 
 var errRemoved = newFault("sandbox_ended", "the sandbox has ended")
 
-func newSandbox(s *Server, sb Sandbox, listeners ...net.Listener) *sandbox {
+func newSandbox(s *Server, sb Sandbox, r *rules, listeners ...net.Listener) *sandbox {
 	b := &sandbox{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}, budgets: map[string]*budget{}}
-	b.policy.Store(&sb.Policy)
+	b.rules.Store(r)
 	b.ctx, b.cancel = context.WithCancelCause(context.Background())
 	b.transport = &http.Transport{
 		DialContext: b.dialText, DisableCompression: true, MaxIdleConnsPerHost: 8, MaxIdleConns: 64, IdleConnTimeout: idleTime,
@@ -157,22 +156,6 @@ func (b *sandbox) closeIdle() {
 	b.secure.CloseIdleConnections()
 }
 
-func (b *sandbox) setPolicy(p policy.Policy) {
-	b.policy.Store(&p)
-	b.mu.Lock()
-	var out []*openFlow
-	for f := range b.open {
-		if _, ok := p.Allows(f.host, f.Port, f.Spoken); !ok {
-			out = append(out, f)
-		}
-	}
-	b.mu.Unlock()
-	for _, f := range out {
-		f.cancel(errRevoked)
-	}
-	b.closeIdle()
-}
-
 var errRevoked = deny("the workspace's policy does not allow it any more")
 
 // openFlow is a flow that has not ended.
@@ -199,14 +182,14 @@ func deny(reason string) error { return &denial{reason, http.StatusForbidden} }
 // record returns the flow for the journal. This is the only place that bounds texts from outside.
 func record(f core.Flow) core.Flow { return f.Clipped() }
 
-// decide asks the policy about a flow and reports the flow to the journal. The error is a *denial or errJournal. The
-// caller must end a flow that was returned.
-func (b *sandbox) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, why error) (*openFlow, error) {
+// decide asks the policy about a flow and reports the flow to the journal. under are the rules that the caller has used
+// for the flow so far. The error is a *denial or errJournal. The caller must end a flow that was returned.
+func (b *sandbox) decide(ctx context.Context, under *rules, f core.Flow, h policy.Host, u *use, why error) (*openFlow, error) {
 	f.ID, f.SandboxID, f.Epoch, f.At, f.Host = b.s.nextID(), b.sb.ID, b.sb.Epoch, time.Now(), h.String()
 	f.Outcome = core.FlowAllowed
 	if why == nil {
 		var ok bool
-		if f.Rule, ok = b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
+		if f.Rule, ok = under.policy.Allows(h, f.Port, f.Spoken); !ok {
 			why = deny("the workspace's policy does not allow " + describe(h, f.Port, f.Spoken))
 		}
 	}
@@ -216,7 +199,7 @@ func (b *sandbox) decide(ctx context.Context, f core.Flow, h policy.Host, u *use
 	f = record(f)
 	o := &openFlow{Flow: f, host: h, use: u}
 	o.ctx, o.cancel = context.WithCancelCause(ctx)
-	if why == nil { // before the journal, so that a policy that changes meanwhile ends this flow too
+	if why == nil { // before the journal, so that rules that change meanwhile end this flow too
 		why = b.admit(o)
 	}
 	if why != nil {
@@ -224,12 +207,12 @@ func (b *sandbox) decide(ctx context.Context, f core.Flow, h policy.Host, u *use
 		f = record(f)
 		o.Flow = f
 	} else {
-		if _, ok := b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
-			o.cancel(errRevoked)
+		if now := b.rules.Load(); now != under { // they changed before it was admitted
+			if ended := now.ends(o); ended != nil {
+				o.cancel(ended)
+			}
 		}
-		if u != nil {
-			b.watch(o)
-		}
+		o.expire()
 	}
 	if err := b.s.cfg.Journal.Begin(f); err != nil {
 		b.forget(o)
@@ -258,10 +241,10 @@ func (b *sandbox) admit(o *openFlow) error {
 
 var errJournal = errors.New("the host cannot record what leaves the sandbox, so nothing leaves it")
 
-// watch ends a flow when its grant ends.
-func (b *sandbox) watch(o *openFlow) {
-	if !b.grants.Load().set.Keeps(o.use.grant) {
-		o.cancel(errEnded)
+// expire ends a flow when its grant expires.
+func (o *openFlow) expire() {
+	if o.use == nil {
+		return
 	}
 	if at := o.use.grant.Expires; !at.IsZero() {
 		o.expiry = time.AfterFunc(time.Until(at), func() { o.cancel(errExpired) })
@@ -298,9 +281,9 @@ func describe(h policy.Host, port uint16, spoken core.Spoken) string {
 }
 
 // aliased returns the host that an address stands for.
-func (b *sandbox) aliased(a netip.AddrPort) (policy.Host, bool) {
+func (b *sandbox) aliased(under *rules, a netip.AddrPort) (policy.Host, bool) {
 	if b.sb.Alias == nil {
 		return policy.Host{}, false
 	}
-	return b.sb.Alias(*b.policy.Load(), a)
+	return b.sb.Alias(under.policy, a)
 }

@@ -21,7 +21,6 @@ import (
 	"github.com/elazarl/goproxy"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
@@ -44,12 +43,9 @@ type Config struct {
 
 // Sandbox describes a sandbox whose traffic the proxy carries.
 type Sandbox struct {
-	ID     core.SandboxID
-	Epoch  int64
-	Policy policy.Policy
-	Grants grant.Bundle
-	// Held are hosts that can be reached only with a grant. The hosts of grants in [grant.ModeHeader] are always held.
-	Held []grant.Target
+	ID    core.SandboxID
+	Epoch int64
+	Rules Rules
 	// Alias returns the host for which the sandbox's resolver gave an address; nil: the resolver gives no such
 	// addresses.
 	Alias func(p policy.Policy, a netip.AddrPort) (policy.Host, bool)
@@ -133,13 +129,12 @@ type connKey struct{}
 // Add begins to serve a sandbox at its listeners. The server owns them from now on: it closes them when the sandbox
 // ends, or when the server ends. A sandbox with the same id is replaced.
 func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
-	g, err := newGranted(sb.Grants, sb.Held)
+	r, err := newRules(sb.Rules)
 	if err != nil {
 		return errors.Join(err, explicit.Close(), transparent.Close())
 	}
 	s.Remove(sb.ID)
-	b := newSandbox(s, sb, explicit, transparent)
-	b.grants.Store(g)
+	b := newSandbox(s, sb, r, explicit, transparent)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.done {
@@ -151,29 +146,20 @@ func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
 	return nil
 }
 
-// SetPolicy replaces the policy of a sandbox. When it returns, every flow that the new policy does not allow has been
-// ended. It reports whether the sandbox exists.
-func (s *Server) SetPolicy(id core.SandboxID, p policy.Policy) bool {
-	b := s.sandbox(id)
-	if b == nil {
-		return false
-	}
-	b.setPolicy(p)
-	return true
-}
-
-// SetGrants replaces the grants of a sandbox. When it returns, every flow of a grant that is missing or different now
-// has been ended, and so have tunnels to hosts that are held now. It reports whether the sandbox exists.
-func (s *Server) SetGrants(id core.SandboxID, b grant.Bundle, held ...grant.Target) (bool, error) {
-	g, err := newGranted(b, held)
+// SetRules replaces the rules of a sandbox. No request sees some of the old rules and some of the new ones. When it
+// returns, all of these have ended: flows that the new policy does not allow, flows of a grant that is missing or
+// different now, and tunnels to hosts that are held now. After an error the old rules are in force. It reports whether
+// the sandbox exists.
+func (s *Server) SetRules(id core.SandboxID, next Rules) (bool, error) {
+	r, err := newRules(next)
 	if err != nil {
 		return false, err
 	}
-	x := s.sandbox(id)
-	if x == nil {
+	b := s.sandbox(id)
+	if b == nil {
 		return false, nil
 	}
-	x.setGrants(g)
+	b.setRules(r)
 	return true, nil
 }
 

@@ -56,6 +56,7 @@ func (b *sandbox) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
 // serveTLS carries a TLS connection whose ClientHello names the destination.
 func (b *sandbox) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	name, why := readHello(b.ctx, &c.peeked)
+	under := b.rules.Load()
 	host := name
 	switch {
 	case why != nil:
@@ -65,16 +66,16 @@ func (b *sandbox) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint1
 			why = deny("CONNECT asked for " + asked.host.String() + " and the ClientHello for " + orNone(name))
 		}
 	case name.IsZero():
-		host, why = b.unnamed(to)
+		host, why = under.unnamed(to)
 	}
 	if host.IsZero() {
 		host = hostOf(asked, to)
 	}
-	if t := (target{host, port}); why == nil && b.reads(t) {
+	if t := (target{host, port}); why == nil && under.reads(t) {
 		b.intercept(c, t)
 		return
 	}
-	b.tunnel(c, core.Flow{Spoken: core.SpokenTLS, Port: port}, host, why)
+	b.tunnel(c, under, core.Flow{Spoken: core.SpokenTLS, Port: port}, host, why)
 }
 
 func orNone(h policy.Host) string {
@@ -85,12 +86,12 @@ func orNone(h policy.Host) string {
 }
 
 // unnamed returns the host of a connection that gives no name: its address, which must be allowed by a rule.
-func (b *sandbox) unnamed(to netip.AddrPort) (policy.Host, error) {
+func (r *rules) unnamed(to netip.AddrPort) (policy.Host, error) {
 	h, err := policy.ParseHost(to.Addr().String())
 	if err != nil {
 		return policy.Host{}, err
 	}
-	if _, ok := b.policy.Load().Allows(h, to.Port(), core.SpokenTLS); !ok {
+	if _, ok := r.policy.Allows(h, to.Port(), core.SpokenTLS); !ok {
 		return h, errNoSNI
 	}
 	return h, nil
@@ -109,28 +110,25 @@ func hostOf(asked *target, to netip.AddrPort) policy.Host {
 
 // serveRaw carries a connection that is neither TLS nor HTTP.
 func (b *sandbox) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
-	host := hostOf(asked, to)
+	host, under := hostOf(asked, to), b.rules.Load()
 	if asked == nil {
-		if named, ok := b.aliased(to); ok {
+		if named, ok := b.aliased(under, to); ok {
 			host = named
 		}
 	}
-	b.tunnel(c, core.Flow{Spoken: core.SpokenTCP, Port: port}, host, nil)
+	b.tunnel(c, under, core.Flow{Spoken: core.SpokenTCP, Port: port}, host, nil)
 }
 
 // tunnel carries a connection to a host in both directions, until both have ended.
-func (b *sandbox) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
+func (b *sandbox) tunnel(c *conn, under *rules, f core.Flow, h policy.Host, why error) {
 	defer c.Close()
-	if why == nil && b.grants.Load().holds(target{h, f.Port}) {
+	if why == nil && under.holds(target{h, f.Port}) {
 		why = errHeld
 	}
-	o, err := b.decide(b.ctx, f, h, nil, why)
+	o, err := b.decide(b.ctx, under, f, h, nil, why)
 	if err != nil {
 		refuseTLS(c, f.Spoken)
 		return
-	}
-	if b.grants.Load().holds(target{h, f.Port}) { // grants that arrived meanwhile did not end this flow
-		o.cancel(errHeld)
 	}
 	up, err := b.s.dial(o.ctx, h, o.Port)
 	if err != nil {

@@ -100,6 +100,7 @@ type world struct {
 	names   *names
 	ca      *authority
 	id      core.SandboxID
+	rules   proxy.Rules // those that it has
 
 	explicit, transparent netip.AddrPort
 }
@@ -152,7 +153,8 @@ func newWorldWith(t *testing.T, change func(*proxy.Config), allow ...string) *wo
 	var le, lt net.Listener
 	le, w.explicit = listen()
 	lt, w.transparent = listen()
-	if err := w.server.Add(proxy.Sandbox{ID: w.id, Epoch: 7, Policy: w.policy(allow...)}, le, lt); err != nil {
+	w.rules.Policy = w.policy(allow...)
+	if err := w.server.Add(proxy.Sandbox{ID: w.id, Epoch: 7, Rules: w.rules}, le, lt); err != nil {
 		t.Fatal(err)
 	}
 	return w
@@ -165,6 +167,21 @@ func (w *world) policy(allow ...string) policy.Policy {
 		w.t.Fatal(err)
 	}
 	return p
+}
+
+// allow replaces the policy of the sandbox, and keeps its grants.
+func (w *world) allow(allow ...string) {
+	w.t.Helper()
+	w.rules.Policy = w.policy(allow...)
+	w.setRules()
+}
+
+// setRules gives the sandbox the rules that the test has changed.
+func (w *world) setRules() {
+	w.t.Helper()
+	if ok, err := w.server.SetRules(w.id, w.rules); !ok || err != nil {
+		w.t.Error("rules were not set: ", ok, err)
+	}
 }
 
 // names is the Internet's DNS.
