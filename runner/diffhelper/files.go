@@ -136,7 +136,7 @@ func Look(ctx context.Context, r LookRequest) (diskdiff.Found, error) {
 		if ended = a.End != nil; ended {
 			found.Truncated, found.Unreadable = a.End.Truncated, a.End.Unreadable
 		}
-		return checkFound(r, found)
+		return checkFound(r, found, a.Entries)
 	})
 	if err == nil && !ended {
 		err = errAnswer
@@ -147,13 +147,13 @@ func Look(ctx context.Context, r LookRequest) (diskdiff.Found, error) {
 	return found, nil
 }
 
-// checkFound refuses an answer that no file can give. A guest may have taken over the helper.
-func checkFound(r LookRequest, found diskdiff.Found) error {
+// checkFound refuses an answer that no file can give. fresh are the entries of the last message. A guest may have taken over the helper.
+func checkFound(r LookRequest, found diskdiff.Found, fresh []diskdiff.File) error {
 	if len(found.Entries) > r.List || len(found.Data) > r.Length || found.Unreadable < 0 || !plausibleFile(found.File) {
 		return errAnswer
 	}
-	for _, f := range found.Entries[max(0, len(found.Entries)-entryBatch):] {
-		if !plausibleFile(f) || bytes.IndexByte(f.Name, '/') >= 0 {
+	for _, f := range fresh {
+		if !plausibleFile(f) || bytes.IndexByte(f.Name, '/') >= 0 || string(f.Name) == "." || string(f.Name) == ".." {
 			return errAnswer
 		}
 	}

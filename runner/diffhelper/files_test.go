@@ -76,21 +76,28 @@ func TestFilesHelperThatLies(t *testing.T) {
 		t.Fatalf("what a file gives is refused: %v", err)
 	}
 	for name, text := range map[string]string{
-		"no end":              file,
-		"no file":             end,
-		"two files":           file + "\n" + file + "\n" + end,
-		"more after the end":  file + "\n" + end + "\n" + end,
-		"too many entries":    file + "\n" + `{"Entries":[{"Name":"YQ==","Type":"file"},{"Name":"Yg==","Type":"file"}]}` + "\n" + end,
-		"too many bytes":      file + "\n" + `{"Data":"YWI="}` + "\n" + end,
-		"an unknown type":     `{"File":{"Name":"YQ==","Type":"<b>"}}` + "\n" + end,
-		"no name":             `{"File":{"Type":"file"}}` + "\n" + end,
-		"a NUL":               `{"File":{"Name":"YQBi","Type":"file"}}` + "\n" + end,
-		"a negative size":     `{"File":{"Name":"YQ==","Type":"file","Size":-1}}` + "\n" + end,
-		"a name with a slash": file + "\n" + `{"Entries":[{"Name":"YS9i","Type":"file"}]}` + "\n" + end,
-		"less than nothing":   file + "\n" + `{"End":{"Unreadable":-1}}`,
+		"no end":               file,
+		"no file":              end,
+		"two files":            file + "\n" + file + "\n" + end,
+		"more after the end":   file + "\n" + end + "\n" + end,
+		"too many entries":     file + "\n" + `{"Entries":[{"Name":"YQ==","Type":"file"},{"Name":"Yg==","Type":"file"}]}` + "\n" + end,
+		"too many bytes":       file + "\n" + `{"Data":"YWI="}` + "\n" + end,
+		"an unknown type":      `{"File":{"Name":"YQ==","Type":"<b>"}}` + "\n" + end,
+		"no name":              `{"File":{"Type":"file"}}` + "\n" + end,
+		"a NUL":                `{"File":{"Name":"YQBi","Type":"file"}}` + "\n" + end,
+		"a negative size":      `{"File":{"Name":"YQ==","Type":"file","Size":-1}}` + "\n" + end,
+		"a name with a slash":  file + "\n" + `{"Entries":[{"Name":"YS9i","Type":"file"}]}` + "\n" + end,
+		"less than nothing":    file + "\n" + `{"End":{"Unreadable":-1}}`,
+		"a name that leads up": file + "\n" + `{"Entries":[{"Name":"Li4=","Type":"file"}]}` + "\n" + end,
 	} {
 		if got, err := look(t, "/answer:"+text, 1, 1); core.CodeOf(err) != core.CodeDiskUnreadable {
 			t.Errorf("%s: %+v, %v", name, got, err)
 		}
+	}
+	// The names at the beginning of an answer are checked, however many follow.
+	const entry = `{"Name":"YQ==","Type":"file"}`
+	slash := `{"Entries":[{"Name":"YS9i","Type":"file"}` + strings.Repeat(","+entry, entryBatch) + "]}"
+	if got, err := look(t, "/answer:"+file+"\n"+slash+"\n"+end, 2*entryBatch, 1); core.CodeOf(err) != core.CodeDiskUnreadable {
+		t.Errorf("a name with a slash before many others: %d entries, %v", len(got.Entries), err)
 	}
 }
