@@ -49,8 +49,8 @@ func NewTLS(control *controller.Controller, log *slog.Logger) http.Handler {
 	mux.HandleFunc("POST "+runnerapi.PathRenew, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.Renew
 		answer(w, r, log, &in, func() (any, error) {
-			id := core.RunnerID(r.PathValue("id"))
-			if err := same(r, id); err != nil {
+			id, err := sender(r)
+			if err != nil {
 				return nil, err
 			}
 			return control.Fleet().Renew(r.Context(), id, in)
@@ -94,10 +94,19 @@ type runnerKey struct{}
 
 // same refuses a message about another runner than the one that sent it.
 func same(r *http.Request, named core.RunnerID) error {
-	if sender, ok := r.Context().Value(runnerKey{}).(core.RunnerID); ok && sender != named {
-		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the certificate is of runner %s, which cannot speak for %s", sender, core.Clip(string(named)))
+	if by, ok := r.Context().Value(runnerKey{}).(core.RunnerID); ok && by != named {
+		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the certificate is of runner %s, which cannot speak for %s", by, core.Clip(string(named)))
 	}
 	return nil
+}
+
+// sender returns the runner in the path of a request, which must be the one that sent it.
+func sender(r *http.Request) (core.RunnerID, error) {
+	id, err := core.ParseID[core.RunnerID](r.PathValue("id"))
+	if err == nil {
+		err = same(r, id)
+	}
+	return id, err
 }
 
 // named writes into a runner's endpoint whose certificate is to be expected there.
@@ -139,10 +148,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 	mux.HandleFunc("POST "+runnerapi.PathHeartbeat, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.Heartbeat
 		answer(w, r, log, &in, func() (any, error) {
-			id, err := core.ParseID[core.RunnerID](r.PathValue("id"))
-			if err == nil {
-				err = same(r, id)
-			}
+			id, err := sender(r)
 			if err != nil {
 				return nil, err
 			}
@@ -152,10 +158,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 	mux.HandleFunc("POST "+runnerapi.PathBeats, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.Beat
 		answer(w, r, log, &in, func() (any, error) {
-			id, err := core.ParseID[core.RunnerID](r.PathValue("id"))
-			if err == nil {
-				err = same(r, id)
-			}
+			id, err := sender(r)
 			if err != nil {
 				return nil, err
 			}
@@ -165,10 +168,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 	mux.HandleFunc("POST "+runnerapi.PathFlows, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.Flows
 		answer(w, r, log, &in, func() (any, error) {
-			id, err := core.ParseID[core.RunnerID](r.PathValue("id"))
-			if err == nil {
-				err = same(r, id)
-			}
+			id, err := sender(r)
 			if err != nil {
 				return nil, err
 			}
@@ -179,8 +179,8 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 	mux.HandleFunc("POST "+runnerapi.PathSeals, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.BeginSeal
 		answer(w, r, log, &in, func() (any, error) {
-			id := core.RunnerID(r.PathValue("id"))
-			if err := same(r, id); err != nil {
+			id, err := sender(r)
+			if err != nil {
 				return nil, err
 			}
 			return control.BeginSeal(r.Context(), id, in)
@@ -189,8 +189,8 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 	mux.HandleFunc("POST "+runnerapi.PathSealCommit, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.CommitSeal
 		answer(w, r, log, &in, func() (any, error) {
-			id := core.RunnerID(r.PathValue("id"))
-			if err := same(r, id); err != nil {
+			id, err := sender(r)
+			if err != nil {
 				return nil, err
 			}
 			return struct{}{}, control.CommitSeal(r.Context(), id, core.CheckpointID(r.PathValue("checkpoint_id")), in)
@@ -199,8 +199,8 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 	mux.HandleFunc("POST "+runnerapi.PathSealFail, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.FailSeal
 		answer(w, r, log, &in, func() (any, error) {
-			id := core.RunnerID(r.PathValue("id"))
-			if err := same(r, id); err != nil {
+			id, err := sender(r)
+			if err != nil {
 				return nil, err
 			}
 			return struct{}{}, control.FailSeal(r.Context(), id, core.CheckpointID(r.PathValue("checkpoint_id")), in)

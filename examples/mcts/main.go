@@ -160,5 +160,5 @@ func progress(out io.Writer, s *Search, n *Node, since time.Duration) {
 	if way == "" {
 		way = "root"
 	}
-	fmt.Fprintf(out, "%6.1f s  %3d forks  best %d/%d  grew %s\n", since.Seconds(), s.Forks, s.Best.Seen.Passed, s.Best.Seen.Total, way)
+	fmt.Fprintf(out, "%6.1f s  %3d forks  best %d/%d  expanded %s\n", since.Seconds(), s.Forks, s.Best.Seen.Passed, s.Best.Seen.Total, way)
 }

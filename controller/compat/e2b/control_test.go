@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/controller/compat/e2b"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -87,10 +88,10 @@ func TestPauseAtTheEndOfItsTime(t *testing.T) {
 		t.Errorf("the fork has %+v", info)
 	}
 	w.do(ask{method: "POST", path: at + "/timeout", body: `{"timeout":0}`}).want(t, http.StatusNoContent, nil)
-	for w.do(ask{method: "GET", path: at}).want(t, http.StatusOK, &info); info.State != "paused"; {
-		time.Sleep(20 * time.Millisecond) // the controller's rounds decide when; the test's own limit ends this
+	eventually.True(t, "it is paused", func() bool {
 		w.do(ask{method: "GET", path: at}).want(t, http.StatusOK, &info)
-	}
+		return info.State == "paused"
+	})
 	w.do(ask{method: "POST", path: "/v2" + at + "/connect", body: `{"timeout":600}`}).want(t, http.StatusCreated, nil)
 	ws, err := w.rest.Workspace(t.Context(), "ws_"+s.SandboxID)
 	if err != nil || ws.OnTTL != coppice.TTLSuspend || time.Until(ws.ExpiresAt) < time.Minute {

@@ -28,8 +28,10 @@ const (
 	byCookie               // the browser sent it by itself
 )
 
-// maxCredential bounds a key or a token.
-const maxCredential = 2048
+const (
+	maxCredential = 2048 // bytes of a key or a token
+	maxCookies    = 4    // cookies with the name of ours that are judged
+)
 
 // admit judges the credentials of a request. Every refusal is the error of an absent preview.
 func (r *Router) admit(q *http.Request, p previews.Preview) (way, model.Key, error) {
@@ -62,16 +64,20 @@ func (r *Router) key(ctx context.Context, q *http.Request, project core.ProjectI
 
 // token finds the token of a signed preview in a request.
 func (r *Router) token(q *http.Request, p previews.Preview) way {
+	good := func(token string) bool {
+		return token != "" && len(token) <= maxCredential && r.cfg.Previews.Token(p, token)
+	}
 	for _, name := range []string{headerToken, headerTraffic} {
-		if token := q.Header.Get(name); token != "" && r.cfg.Previews.Token(p, token) {
+		if good(q.Header.Get(name)) {
 			return byHeader
 		}
 	}
-	if token, _ := splitToken(q.URL.RawQuery); token != "" && r.cfg.Previews.Token(p, token) {
+	if token, _ := splitToken(q.URL.RawQuery); good(token) {
 		return byParameter
 	}
-	for _, c := range q.CookiesNamed(cookie) {
-		if r.cfg.Previews.Token(p, c.Value) && fromOwnPage(q) {
+	cookies := q.CookiesNamed(cookie)
+	for _, c := range cookies[:min(len(cookies), maxCookies)] {
+		if good(c.Value) && fromOwnPage(q) {
 			return byCookie
 		}
 	}

@@ -4,9 +4,12 @@ import (
 	"bufio"
 	"crypto/tls"
 	"io"
+	"net"
 	"net/http"
 	"net/http/cookiejar"
+	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/coder/websocket"
@@ -327,6 +330,48 @@ func TestBounds(t *testing.T) {
 	}
 	close(free)
 	eventually.True(t, "a place is free", func() bool { return w.get(w.client, p.URL).status == http.StatusOK })
+}
+
+// TestIdleConnections: after many requests at once the router keeps a few connections to the guest for the next ones.
+func TestIdleConnections(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create(w.rest)
+	const atOnce, most = 40, 16
+	var arrived sync.WaitGroup
+	arrived.Add(atOnce)
+	var mu sync.Mutex
+	open := map[net.Conn]bool{}
+	guest := httptest.NewUnstartedServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) {
+		arrived.Done()
+		arrived.Wait() // so that each has a connection of its own
+		_, _ = io.WriteString(rw, "hello")
+	}))
+	guest.Config.ConnState = func(c net.Conn, s http.ConnState) {
+		mu.Lock()
+		defer mu.Unlock()
+		switch s {
+		case http.StateNew:
+			open[c] = true
+		case http.StateClosed, http.StateHijacked:
+			delete(open, c)
+		case http.StateActive, http.StateIdle:
+		}
+	}
+	guest.Start()
+	t.Cleanup(guest.Close)
+	w.listen(ws.ID, 3000, guest)
+	p := w.preview(ws.ID, 3000, coppice.VisibilityPublic)
+	var all sync.WaitGroup
+	for range atOnce {
+		all.Go(func() { w.want("a request", w.get(w.client, p.URL), http.StatusOK, "hello") })
+	}
+	all.Wait()
+	eventually.True(t, "the other connections are closed", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(open) == most
+	})
 }
 
 // TestHostileGuest: a guest that answers with too much, with two answers, with an early answer or with none gets no further than its own request.

@@ -1,0 +1,68 @@
+package router
+
+import (
+	"context"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/previews"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// judge counts the credentials that it is asked about, and takes none.
+type judge struct {
+	Previews
+	Keys
+
+	asked int
+}
+
+func (j *judge) Token(previews.Preview, string) bool {
+	j.asked++
+	return false
+}
+
+func (j *judge) Authenticate(context.Context, string) (model.Key, error) {
+	j.asked++
+	return model.Key{}, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "no")
+}
+
+// TestCredentials: a key or a token that is too long is not looked at, and of many cookies only the first few are.
+func TestCredentials(t *testing.T) {
+	t.Parallel()
+	const longest, cookies = 2048, 4 // the bounds, not as the code has them
+	fits := strings.Repeat("x", longest)
+	for name, c := range map[string]struct {
+		visibility model.Visibility
+		target     string
+		header     http.Header
+		asked      int
+	}{
+		"a key":                 {model.VisibilityPrivate, "/", http.Header{headerKey: {fits}}, 1},
+		"a long key":            {model.VisibilityPrivate, "/", http.Header{headerKey: {fits + "x"}}, 0},
+		"a header":              {model.VisibilitySigned, "/", http.Header{headerToken: {fits}}, 1},
+		"a long header":         {model.VisibilitySigned, "/", http.Header{headerToken: {fits + "x"}}, 0},
+		"a parameter":           {model.VisibilitySigned, "/?" + previews.TokenParameter + "=" + fits, nil, 1},
+		"a long parameter":      {model.VisibilitySigned, "/?" + previews.TokenParameter + "=" + fits + "x", nil, 0},
+		"a cookie":              {model.VisibilitySigned, "/", http.Header{"Cookie": {cookie + "=" + fits}}, 1},
+		"a long cookie":         {model.VisibilitySigned, "/", http.Header{"Cookie": {cookie + "=" + fits + "x"}}, 0},
+		"cookies":               {model.VisibilitySigned, "/", http.Header{"Cookie": {strings.Repeat(cookie+"=x; ", cookies)}}, cookies},
+		"more cookies than fit": {model.VisibilitySigned, "/", http.Header{"Cookie": {strings.Repeat(cookie+"=x; ", cookies+5)}}, cookies},
+	} {
+		j := &judge{}
+		r := &Router{cfg: Config{Previews: j, Keys: j}}
+		q := httptest.NewRequestWithContext(t.Context(), http.MethodGet, c.target, http.NoBody)
+		for name, values := range c.header {
+			q.Header[name] = values
+		}
+		if _, _, err := r.admit(q, previews.Preview{Port: model.Port{Visibility: c.visibility}}); err == nil {
+			t.Errorf("%s: it is admitted", name)
+		}
+		if j.asked != c.asked {
+			t.Errorf("%s: %d credentials are judged, want %d", name, j.asked, c.asked)
+		}
+	}
+}
