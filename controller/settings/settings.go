@@ -79,7 +79,7 @@ type Changer struct {
 	deliver func(context.Context, model.Workspace) model.Workspace
 }
 
-// New makes a Changer. deliver tells the runner of a workspace its new rules, and returns the workspace after that.
+// New makes a Changer. deliver sends the new rules of a workspace to its runner and returns the workspace as it is afterwards.
 func New(store Store, deliver func(context.Context, model.Workspace) model.Workspace) *Changer {
 	return &Changer{store, deliver}
 }

@@ -2,6 +2,7 @@ package router
 
 import (
 	"context"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -55,9 +56,7 @@ func TestCredentials(t *testing.T) {
 		j := &judge{}
 		r := &Router{cfg: Config{Previews: j, Keys: j}}
 		q := httptest.NewRequestWithContext(t.Context(), http.MethodGet, c.target, http.NoBody)
-		for name, values := range c.header {
-			q.Header[name] = values
-		}
+		maps.Copy(q.Header, c.header)
 		if _, _, err := r.admit(q, previews.Preview{Port: model.Port{Visibility: c.visibility}}); err == nil {
 			t.Errorf("%s: it is admitted", name)
 		}
