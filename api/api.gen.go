@@ -1732,7 +1732,8 @@ type ForkCheckpointRequest struct {
 
 // ForkChild Either `workspace` in state `ready`, or `problem`.
 type ForkChild struct {
-	// Previews The previews that it got from its parent, with URLs of its own.
+	// Previews The previews that it got from its parent, with URLs of its own. Only in the answer to the fork itself:
+	// the `result` of its operation does not have them.
 	Previews     []Port        `json:"previews,omitempty,omitzero"`
 	Problem      *Failure      `json:"problem,omitempty"`
 	ResealReport *ResealReport `json:"reseal_report,omitempty"`
@@ -2188,7 +2189,8 @@ type Port struct {
 	// listens on the port yet. Connections are closed until one does.
 	Problem *Failure `json:"problem,omitempty"`
 
-	// URL Of a preview. The URL of a signed one has its present token, if the key has `workspace:create`.
+	// URL The URL of a preview. That of a signed one has its present token if the key has `workspace:create`
+	// and `workspace:exec`.
 	URL string `json:"url,omitempty,omitzero"`
 
 	// Visibility Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in
@@ -3170,7 +3172,7 @@ type ListAuditParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Actor Only changes by this key or runner.
@@ -3209,7 +3211,7 @@ type ListCheckpointsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Name Only the object with this exact name.
@@ -3260,7 +3262,7 @@ type ListChildrenParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3281,7 +3283,7 @@ type ListEffectsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3299,7 +3301,7 @@ type GetLineageParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3323,7 +3325,7 @@ type GetTreeParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Depth How many generations below the checkpoint; 0 is the checkpoint alone. Default: all.
@@ -3335,7 +3337,7 @@ type ListImagesParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3344,7 +3346,7 @@ type ListOperationsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// State Only operations in these states.
@@ -3353,7 +3355,7 @@ type ListOperationsParams struct {
 	// Kind Only operations of these kinds.
 	Kind []OperationKind `form:"kind,omitempty" json:"kind,omitempty,omitzero"`
 
-	// WorkspaceID Only operations that act on this workspace, or that make it alone.
+	// WorkspaceID Only operations on this workspace. An operation that makes one workspace is an operation on it; one that makes several is not.
 	WorkspaceID WorkspaceID `form:"workspace_id,omitempty" json:"workspace_id,omitempty,omitzero"`
 
 	// CheckpointID Only operations that create this checkpoint or start from it.
@@ -3377,7 +3379,7 @@ type ListProjectsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3392,7 +3394,7 @@ type ListKeysParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3407,7 +3409,7 @@ type ListRunnersParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3455,7 +3457,7 @@ type ListWorkspacesParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 
 	// Name Only the object with this exact name.
@@ -3503,7 +3505,7 @@ type ListWorkspaceCheckpointsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3527,7 +3529,7 @@ type ListEgressParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3557,7 +3559,7 @@ type ListResealReportsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
@@ -3581,7 +3583,7 @@ type ListSessionsParams struct {
 	// Limit Items on a page. Default: 100.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
-	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. Another one answers 400 `INVALID_FIELD`.
+	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 

@@ -78,15 +78,21 @@ func (s *server) portsOf(ctx context.Context, list []controller.Port) ([]api.Por
 // forkResult is the result of a fork, with the previews of its children.
 func (s *server) forkResult(ctx context.Context, a controller.Answer) (api.ForkResult, error) {
 	out := forkResultOf(a)
+	var ids []core.WorkspaceID
+	for _, child := range out.Children {
+		if child.Workspace != nil {
+			ids = append(ids, core.WorkspaceID(child.Workspace.ID))
+		}
+	}
+	list, err := s.control.Previews().Of(ctx, projectOf(ctx), ids)
+	if err != nil {
+		return out, err
+	}
 	for i, child := range out.Children {
-		if child.Workspace == nil {
+		if child.Workspace == nil || len(list[core.WorkspaceID(child.Workspace.ID)]) == 0 {
 			continue
 		}
-		list, err := s.control.Previews().Of(ctx, projectOf(ctx), core.WorkspaceID(child.Workspace.ID))
-		if err == nil && len(list) > 0 {
-			out.Children[i].Previews, err = s.portsOf(ctx, list)
-		}
-		if err != nil && core.CategoryOf(err) != core.NotFound { // the child may have ended since
+		if out.Children[i].Previews, err = s.portsOf(ctx, list[core.WorkspaceID(child.Workspace.ID)]); err != nil {
 			return out, err
 		}
 	}

@@ -41,7 +41,7 @@ func (t *tx) InheritPreviews(ctx context.Context, project core.ProjectID, list [
 	for i, p := range list {
 		rows[i] = inheritedPreview{p.ID, p.Workspace, p.From}
 	}
-	if _, err := t.Exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, pgtx.Args{"project": project}); err != nil {
+	if err := t.lockPorts(ctx, project); err != nil {
 		return err
 	}
 	_, err := t.Exec(ctx, `

@@ -151,6 +151,15 @@ type portsRow struct {
 	Own  int64 `db:"own"`
 }
 
+// lockPorts keeps the number of a project's ports until the transaction ends, and removes previews that have expired.
+func (t *tx) lockPorts(ctx context.Context, project core.ProjectID) error {
+	if _, err := t.Exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, pgtx.Args{"project": project}); err != nil {
+		return err
+	}
+	_, err := t.Exec(ctx, `DELETE FROM ports WHERE project_id = @project AND expires_at <= now()`, pgtx.Args{"project": project})
+	return err
+}
+
 // InsertPort inserts the row of a port that is about to be forwarded. It locks the workspace, which must not end meanwhile, and then the
 // quotas, so that no two ports take the last place.
 func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port, error) {
@@ -161,10 +170,7 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 	if err != nil {
 		return p, err
 	}
-	if _, err := t.Exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, pgtx.Args{"project": p.ProjectID}); err != nil {
-		return p, err
-	}
-	if _, err := t.Exec(ctx, `DELETE FROM ports WHERE project_id = @project AND expires_at <= now()`, pgtx.Args{"project": p.ProjectID}); err != nil {
+	if err := t.lockPorts(ctx, p.ProjectID); err != nil {
 		return p, err
 	}
 	have, err := pgtx.One[portsRow](ctx, t, tenantrows.NoProject(p.ProjectID), `

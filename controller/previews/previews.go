@@ -21,11 +21,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/sandboxhost"
 )
 
-// The life of the token of a signed preview.
-const (
-	DefaultSigned = time.Hour
-	MaxTTL        = 30 * 24 * time.Hour
-)
+// DefaultSigned is how long a signed preview lives if the request does not say.
+const DefaultSigned = time.Hour
 
 // TokenParameter is the query parameter with the token of a signed preview.
 const TokenParameter = "coppice_token"
@@ -197,19 +194,26 @@ func (m *Manager) URLs(ctx context.Context, project core.ProjectID, ports []mode
 	return out, nil
 }
 
-// Of returns the previews of a workspace.
-func (m *Manager) Of(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (out []model.Port, err error) {
-	if m.site.Load() == nil {
-		return nil, nil
+// Of returns the previews of workspaces. A workspace that has ended meanwhile has none.
+func (m *Manager) Of(ctx context.Context, project core.ProjectID, ids []core.WorkspaceID) (map[core.WorkspaceID][]model.Port, error) {
+	out := map[core.WorkspaceID][]model.Port{}
+	if m.site.Load() == nil || len(ids) == 0 {
+		return out, nil
 	}
-	err = m.store.InProject(ctx, project, func(tx Tx) error {
-		list, err := tx.Ports(ctx, id)
-		for _, p := range list {
-			if p.Visibility != "" {
-				out = append(out, p)
+	err := m.store.InProject(ctx, project, func(tx Tx) error {
+		clear(out) // the transaction may be repeated
+		for _, id := range ids {
+			list, err := tx.Ports(ctx, id)
+			if err != nil && core.CategoryOf(err) != core.NotFound {
+				return err
+			}
+			for _, p := range list {
+				if p.Visibility != "" {
+					out[id] = append(out[id], p)
+				}
 			}
 		}
-		return err
+		return nil
 	})
 	return out, err
 }

@@ -185,7 +185,7 @@ func (e *Error) core() *core.Error {
 	return core.Errorf(core.Exhausted, core.CodeRateLimited, "too many requests; repeat this one after the seconds in Retry-After")
 }
 
-// Allow takes a request of a key into account; a Error when the key or its project makes too many of its class.
+// Allow takes a request of a key into account; an *Error when the key or its project makes too many of its class.
 func (l *Limiter) Allow(key model.Key, class Class) (Allowance, error) {
 	return l.take(l.now(), map[bucketKey]Rate{
 		{string(key.ID), class}: l.limits.Key[class], {string(key.ProjectID), class}: l.limits.Project[class],

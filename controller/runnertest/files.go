@@ -3,7 +3,6 @@ package runnertest
 import (
 	"context"
 	"path"
-	"strings"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -34,7 +33,7 @@ func (r *Runner) readFile(ctx context.Context, id core.CheckpointID, in runnerap
 	}
 	part := runnerapi.FilePart{File: fileOf(p), Entries: []runnerapi.File{}, Complete: true}
 	for _, below := range g.below(p) {
-		if path.Dir(below) != strings.TrimSuffix(p, "/") && path.Dir(below) != p {
+		if path.Dir(below) != p {
 			continue
 		}
 		if len(part.Entries) == in.Entries {

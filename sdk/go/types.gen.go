@@ -1674,7 +1674,8 @@ type ForkCheckpointRequest struct {
 
 // ForkChild Either `workspace` in state `ready`, or `problem`.
 type ForkChild struct {
-	// Previews The previews that it got from its parent, with URLs of its own.
+	// Previews The previews that it got from its parent, with URLs of its own. Only in the answer to the fork itself:
+	// the `result` of its operation does not have them.
 	Previews     []Port        `json:"previews,omitempty,omitzero"`
 	Problem      *Failure      `json:"problem,omitempty"`
 	ResealReport *ResealReport `json:"reseal_report,omitempty"`
@@ -2130,7 +2131,8 @@ type Port struct {
 	// listens on the port yet. Connections are closed until one does.
 	Problem *Failure `json:"problem,omitempty"`
 
-	// URL Of a preview. The URL of a signed one has its present token, if the key has `workspace:create`.
+	// URL The URL of a preview. That of a signed one has its present token if the key has `workspace:create`
+	// and `workspace:exec`.
 	URL string `json:"url,omitempty,omitzero"`
 
 	// Visibility Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in

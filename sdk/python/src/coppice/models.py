@@ -677,7 +677,9 @@ class ForkChild(Model):
     workspace: Workspace | None = None
     reseal_report: ResealReport | None = None
     previews: list[Port] | None = None
-    """The previews that it got from its parent, with URLs of its own."""
+    """The previews that it got from its parent, with URLs of its own. Only in the answer to the fork itself: the
+    `result` of its operation does not have them.
+    """
     problem: Failure | None = None
 
 
@@ -724,7 +726,9 @@ class Port(Model):
     created_at: datetime
     visibility: Visibility | None = None
     url: str | None = None
-    """Of a preview. The URL of a signed one has its present token, if the key has `workspace:create`."""
+    """The URL of a preview. That of a signed one has its present token if the key has `workspace:create` and
+    `workspace:exec`.
+    """
     expires_at: datetime | None = None
     """When the preview ends."""
     problem: Failure | None = None

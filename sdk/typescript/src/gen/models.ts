@@ -571,7 +571,10 @@ export interface ForkResult {
 export interface ForkChild {
   workspace?: Workspace;
   reseal_report?: ResealReport;
-  /** The previews that it got from its parent, with URLs of its own. */
+  /**
+   * The previews that it got from its parent, with URLs of its own. Only in the answer to the fork itself:
+   * the `result` of its operation does not have them.
+   */
   previews?: Port[];
   timings: Timings;
   problem?: Failure;
@@ -624,7 +627,10 @@ export interface Port {
   /** `ip:port` on which the forwarder listens; empty for a preview. */
   listen: string;
   visibility?: Visibility;
-  /** Of a preview. The URL of a signed one has its present token, if the key has `workspace:create`. */
+  /**
+   * The URL of a preview. That of a signed one has its present token if the key has `workspace:create`
+   * and `workspace:exec`.
+   */
   url?: string;
   /** When the preview ends. */
   expires_at?: string;
