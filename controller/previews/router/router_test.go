@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/coder/websocket"
 
@@ -128,6 +129,36 @@ func TestSigned(t *testing.T) {
 		if old.ID == p.ID {
 			w.want("after another preview replaced it", w.get(w.client, old.URL), http.StatusBadGateway, absent)
 		}
+	}
+}
+
+// TestInheritedWithinQuota: a fork gets as many previews as the quota allows. A preview that has expired takes no place.
+func TestInheritedWithinQuota(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create(w.rest)
+	if _, err := w.rest.PatchProject(t.Context(), coppice.ProjectID(w.project()), coppice.PatchProjectRequest{Quotas: coppice.QuotasPatch{Ports: new(int64(2))}}); err != nil {
+		t.Fatal(err)
+	}
+	short, err := w.rest.CreatePort(t.Context(), ws.ID, coppice.CreatePortRequest{GuestPort: 3000, Visibility: coppice.VisibilitySigned, TTLSeconds: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.preview(ws.ID, 4000, coppice.VisibilitySigned)
+	eventually.True(t, "a preview has expired", func() bool { return time.Now().After(short.ExpiresAt.Add(100 * time.Millisecond)) })
+	fork := func() []coppice.Port {
+		t.Helper()
+		f, err := w.rest.ForkWorkspace(t.Context(), ws.ID, coppice.ForkWorkspaceRequest{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return f.Children[0].Previews
+	}
+	if got := fork(); len(got) != 1 || got[0].GuestPort != 4000 {
+		t.Errorf("with one place the fork gets %+v", got)
+	}
+	if got := fork(); len(got) != 0 {
+		t.Errorf("without a place the fork gets %+v", got)
 	}
 }
 
