@@ -21,8 +21,8 @@
 // is a name, the address that a guest connects to means nothing: the proxy resolves the name, checks each address that
 // it will dial against [policy.Reach], and dials exactly that.
 //
-// The rules of a sandbox (policy, grants and held hosts) are one value, which [Server.SetRules] replaces. All decisions
-// about a flow use the same rules. If the rules change before the flow is among those under way, it is checked against
+// The rules of a sandbox (policy, grants and held hosts) are one value, which [Server.SetRules] replaces. The decision
+// about a flow uses one version of the rules. If the rules change before the flow is among those under way, it is checked against
 // the new ones once more; if they change later, SetRules ends it.
 //
 // net/http parses requests and writes them again, so two parsers never see two requests in the same bytes. TLS is

@@ -69,7 +69,7 @@ func TestAnyHead(t *testing.T) {
 	for range 400 {
 		head := strangeHead(r)
 		if answer := send(t, w.explicit.String(), head); strings.HasPrefix(answer, "HTTP/1.1 4") && len(answer) > 3<<10 {
-			t.Errorf("%.80q: the guest was answer %d bytes", head, len(answer))
+			t.Errorf("%.80q: the answer has %d bytes", head, len(answer))
 		}
 		w.journal.mu.Lock()
 		list := w.journal.ended

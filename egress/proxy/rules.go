@@ -18,8 +18,9 @@ type Rules struct {
 	Held []grant.Target
 }
 
-// rules are the Rules of a sandbox, ready for use. They never change. A request loads them once, so all decisions about
-// it come from the same rules.
+// rules are the Rules of a sandbox, ready for use. They never change. The decision about a flow loads them once, so its
+// parts come from the same rules. The check of a CONNECT before it, and the certificate and the check of the answer after
+// it, use the present rules.
 type rules struct {
 	policy policy.Policy
 	set    grant.Set

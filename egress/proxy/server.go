@@ -146,7 +146,7 @@ func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
 	return nil
 }
 
-// SetRules replaces the rules of a sandbox. No request sees some of the old rules and some of the new ones. When it
+// SetRules replaces the rules of a sandbox. No decision about a flow mixes the old rules and the new ones. When it
 // returns, all of these have ended: flows that the new policy does not allow, flows of a grant that is missing or
 // different now, and tunnels to hosts that are held now. After an error the old rules are in force. It reports whether
 // the sandbox exists.

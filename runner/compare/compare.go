@@ -60,27 +60,43 @@ func New(cfg Config) *Comparer {
 	return &Comparer{cfg: cfg, places: make(chan struct{}, MaxComparisons)}
 }
 
+// begin waits for a place. The timeout, with late as its cause, and the end of the runner bound the work. The caller calls done.
+func (c *Comparer) begin(ctx context.Context, late error) (_ context.Context, done func(), err error) {
+	leave, err := c.cfg.Enter()
+	if err != nil {
+		return nil, nil, err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, timeout, late)
+	ctx, end := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(c.cfg.Life, func() { end(c.cfg.Stopping) })
+	undo := func() {
+		end(nil)
+		stop()
+		cancel()
+		leave()
+	}
+	release, err := c.Acquire(ctx)
+	if err != nil {
+		undo()
+		return nil, nil, err
+	}
+	return ctx, func() {
+		release()
+		undo()
+	}, nil
+}
+
 // Diff says what differs between two checkpoints of one image: files, and on the first page processes and memory. It starts no
 // machine and mounts nothing; see package diskdiff.
 func (c *Comparer) Diff(ctx context.Context, from core.CheckpointID, req runnerapi.Diff) (runnerapi.DiffPage, error) {
 	if req.Limit < 1 || req.Limit > runnerapi.MaxDiffFiles {
 		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeInvalidField, "limit: it must be from 1 to %d", runnerapi.MaxDiffFiles)
 	}
-	leave, err := c.cfg.Enter()
+	ctx, done, err := c.begin(ctx, errTimeout)
 	if err != nil {
 		return runnerapi.DiffPage{}, err
 	}
-	defer leave()
-	ctx, cancel := context.WithTimeoutCause(ctx, timeout, errTimeout)
-	defer cancel()
-	ctx, end := context.WithCancelCause(ctx)
-	defer context.AfterFunc(c.cfg.Life, func() { end(c.cfg.Stopping) })()
-	defer end(nil)
-	release, err := c.Acquire(ctx)
-	if err != nil {
-		return runnerapi.DiffPage{}, err
-	}
-	defer release()
+	defer done()
 	for _, id := range []core.CheckpointID{from, req.To} {
 		rec, err := c.cfg.Checkpoints.Find(id)
 		if err == nil {

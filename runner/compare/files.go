@@ -24,21 +24,11 @@ func (c *Comparer) File(ctx context.Context, id core.CheckpointID, req runnerapi
 	if n := len(req.Path); n == 0 || n > runnerapi.MaxFilePath || req.Path[0] != '/' || bytes.IndexByte(req.Path, 0) >= 0 {
 		return runnerapi.FilePart{}, core.Errorf(core.Invalid, core.CodeInvalidField, "path: it must be absolute, without NUL and at most %d bytes long", runnerapi.MaxFilePath)
 	}
-	leave, err := c.cfg.Enter()
+	ctx, done, err := c.begin(ctx, errReadTimeout)
 	if err != nil {
 		return runnerapi.FilePart{}, err
 	}
-	defer leave()
-	ctx, cancel := context.WithTimeoutCause(ctx, timeout, errReadTimeout)
-	defer cancel()
-	ctx, end := context.WithCancelCause(ctx)
-	defer context.AfterFunc(c.cfg.Life, func() { end(c.cfg.Stopping) })()
-	defer end(nil)
-	release, err := c.Acquire(ctx)
-	if err != nil {
-		return runnerapi.FilePart{}, err
-	}
-	defer release()
+	defer done()
 	side, err := c.side(ctx, id)
 	if err != nil {
 		return runnerapi.FilePart{}, err
@@ -93,7 +83,7 @@ func (c *Comparer) lookError(ctx context.Context, err error, id core.CheckpointI
 	case confine.IsLimit(err, confine.LimitTime):
 		return errReadTimeout
 	case code == core.CodeFileNotFound, code == core.CodeInvalidField:
-		return core.Wrapf(err, core.CategoryOf(err), code, "path: %s in checkpoint %s: %s", name, id, core.MessageOf(err))
+		return core.Wrapf(err, core.CategoryOf(err), code, "path: %s in checkpoint %s: %s", name, id, core.Clip(core.MessageOf(err)))
 	case code == core.CodeDiskUnreadable:
 		c.cfg.Log.WarnContext(ctx, "file of a checkpoint not read", "checkpoint_id", id, "err", err)
 		return core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable, "%s in checkpoint %s cannot be read: %s", name, id, core.Clip(core.MessageOf(err)))

@@ -183,7 +183,7 @@ func judge(err error) error {
 	}
 	if hit, ok := errors.AsType[*confine.LimitError](err); ok && hit.Limit != confine.LimitTime {
 		return core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable,
-			"the comparison reached its limit of %s (%s), which no ordinary disk reaches", hit.Limit, hit.Bound)
+			"the helper reached its limit of %s (%s), which no ordinary disk reaches", hit.Limit, hit.Bound)
 	}
 	if _, crashed := errors.AsType[*confine.CrashError](err); crashed || errors.Is(err, errAnswer) {
 		return core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable, "the contents of the disks made the helper fail")

@@ -166,7 +166,8 @@ func plausibleFile(f diskdiff.File) bool {
 		f.ModTime.Year() >= 0 && f.ModTime.Year() < 10_000
 }
 
-// judgeFiles makes what happened to the helper an error of the API. The words of the helper are of its few errors.
+// judgeFiles makes what happened to the helper an error of the API. The message comes from the
+// helper, so it may be false; package confine has made it short and printable.
 func judgeFiles(err error) error {
 	if failed, ok := errors.AsType[*confine.TaskError](err); ok {
 		switch failed.Code { //nolint:exhaustive // all others are faults of the helper

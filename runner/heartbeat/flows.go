@@ -35,7 +35,7 @@ func (l *Link) Deliver(ctx context.Context) error {
 	return nil
 }
 
-// sendFlows sends flows to a controller. It tries until one does, or ctx ends.
+// sendFlows sends flows to a controller. It tries until one has accepted them, or ctx ends.
 func (l *Link) sendFlows(ctx context.Context, flows []core.Flow) error {
 	path := strings.Replace(runnerapi.PathFlows, "{id}", string(l.runner.ID()), 1)
 	for wait := firstFlowPause; ; wait = min(2*wait, lastFlowPause) {

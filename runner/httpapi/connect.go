@@ -14,7 +14,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// connect joins the connection of a request to a port of a guest. From the answer on, it carries what a TCP connection does.
+// connect joins the connection of a request to a port of a guest. After the answer it carries bytes in both directions.
+// There is no half-close: the end of one direction ends both.
 func (s *server) connect(w http.ResponseWriter, q *http.Request) {
 	port, err := strconv.ParseUint(q.PathValue("port"), 10, 16)
 	if err != nil || port == 0 || q.Header.Get("Upgrade") != runnerapi.UpgradeTCP {
@@ -42,7 +43,7 @@ func (s *server) connect(w http.ResponseWriter, q *http.Request) {
 	join(q.Context(), outside, io.MultiReader(io.LimitReader(buffered, int64(buffered.Reader.Buffered())), outside), inside)
 }
 
-// join copies in both directions until one of the connections has ended.
+// join copies in both directions until one of them has ended, and then closes both connections.
 func join(ctx context.Context, outside net.Conn, from io.Reader, inside net.Conn) {
 	end := func() { _ = errors.Join(inside.Close(), outside.Close()) }
 	cut := context.AfterFunc(ctx, end) // the server is closing

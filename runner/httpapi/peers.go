@@ -30,7 +30,7 @@ func (p *Peers) Learn(removed []core.RunnerID, at time.Time, good time.Duration)
 	p.removed, p.until = list, at.Add(good)
 }
 
-// allow refuses a runner that was removed, although its certificate is good.
+// allow refuses a runner that was removed, although its certificate is good. Without a recent list of removed runners it refuses all.
 func (p *Peers) allow(id core.RunnerID) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -181,8 +181,8 @@ func TestAdoptRefuses(t *testing.T) {
 	}
 }
 
-// TestReconcileKeepsWhatItGets and removes the rest, half-made things included.
-func TestReconcileKeepsWhatItGets(t *testing.T) {
+// TestReconcileKeepsWhatIsListed: it keeps the namespaces that it is given and removes the rest, half-made things included.
+func TestReconcileKeepsWhatIsListed(t *testing.T) {
 	t.Parallel()
 	p := newTestPool(t, nil)
 	kept := acquireOpen(t, p, identity(7), core.EgressAllowAll)

@@ -26,6 +26,7 @@ type guest struct {
 	root   *os.Root
 	status string // of a tar, instead of "ok"
 	extra  []tar.Header
+	to     string // if set, the only workspace that is written, and one that is not read
 }
 
 func newGuest(t *testing.T) (*guest, *coppice.Client) {
@@ -66,6 +67,9 @@ func (g *guest) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		problem(w, api.Problem{Status: 404, Code: "FILE_NOT_FOUND", Detail: name})
 		return
 	}
+	if g.to != "" && strings.Contains(r.URL.Path, "/"+g.to+"/") && q.Get("stat") != "true" && !strings.HasSuffix(r.URL.Path, "/pass") {
+		g.t.Errorf("%s was read", r.URL.Path)
+	}
 	switch {
 	case r.Method == http.MethodDelete:
 		if q.Get("recursive") == "true" {
@@ -90,6 +94,9 @@ func (g *guest) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 func (g *guest) put(w http.ResponseWriter, r *http.Request, name string) {
+	if g.to != "" && !strings.Contains(r.URL.Path, "/"+g.to+"/") {
+		g.t.Errorf("%s was written", r.URL.Path)
+	}
 	if r.URL.Query().Get("untar") != "true" {
 		f, err := g.root.Create(name)
 		if err != nil {

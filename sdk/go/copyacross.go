@@ -11,8 +11,9 @@ import (
 )
 
 // CopyAcross copies a file or tree from one workspace to another, or within one, by the rules of cp -r and within the bounds of the options.
-// The bytes pass through this client. Owners become root; modes, times and symbolic links are kept. The source has no say about where
-// things go: what would leave the copied tree is left out.
+// The bytes pass through this client. Owners become root, and modes are kept; in a tree, times and symbolic links are kept too. Nothing goes
+// outside of the destination: a name that leads out of the copied tree is taken as a name in it, and a link that leads out is left out,
+// unless OutsideLinks asks for it.
 func (c *Client) CopyAcross(ctx context.Context, from WorkspaceID, source string, to WorkspaceID, destination string, o CopyOptions) (Copied, error) {
 	if o.MaxBytes <= 0 {
 		o.MaxBytes = DefaultCopyBytes
@@ -88,7 +89,7 @@ func (c *Client) copyTreeAcross(ctx context.Context, from WorkspaceID, source st
 	return x.got, err
 }
 
-// crossing writes an archive of one workspace anew for another one.
+// crossing rewrites the archive of one workspace for another one.
 type crossing struct {
 	base    string // the first element of the archive's names, which is dropped; empty for the whole file system
 	options CopyOptions

@@ -65,7 +65,7 @@ func TestCopyAcross(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			g, client := newGuest(t)
-			g.extra = x.extra
+			g.extra, g.to = x.extra, "ws_b"
 			for p, content := range map[string]string{"src/f": "file", "src/d/e": "deep", "dst/old": "old"} {
 				if err := g.root.MkdirAll(path.Dir(p), 0o755); err != nil {
 					t.Fatal(err)

@@ -58,11 +58,14 @@ func (p *plane) meter() (*cpuMeter, error) {
 // used returns the CPU time since the beginning of the period.
 func (m *cpuMeter) used() (cpuUse, error) {
 	now, err := m.now()
+	if err != nil {
+		return cpuUse{wall: time.Since(m.began)}, err
+	}
 	by := now.by
 	for kind, ms := range m.start.by {
 		by[kind] -= ms
 	}
-	return cpuUse{self: now.self - m.start.self, server: now.server - m.start.server, by: by, wall: time.Since(m.began)}, err
+	return cpuUse{self: now.self - m.start.self, server: now.server - m.start.server, by: by, wall: time.Since(m.began)}, nil
 }
 
 func (m *cpuMeter) now() (cpuUse, error) {

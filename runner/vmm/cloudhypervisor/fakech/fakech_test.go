@@ -119,7 +119,7 @@ func TestRefusesConfigs(t *testing.T) {
 		"a field that is not known": {`"nested":false`, `"nesting":false`, `unknown field`},
 		"a field of another type":   {`"boot_vcpus":1`, `"boot_vcpus":"1"`, `400 ["Failed to deserialize JSON"`},
 		"more vCPUs than possible":  {`"max_vcpus":1`, `"max_vcpus":0`, "lower than boot CPUs"},
-		"no zone":                   {`"zones":[{"id":"mem0",`, `"zones":[],"no":[{`, "unknown field"},
+		"no zone":                   {`"shared":false}]`, `"shared":false}],"zones":[]`, "No memory zones found"},
 		"RAM outside of the zone":   {`"size":0,"thp"`, `"size":4096,"thp"`, "Memory configuration is not valid"},
 		"a base that is shared":     {`"shared":false`, `"shared":true`, "changes the base"},
 		"no base":                   {`/base"`, `/bass"`, "No such file or directory (os error 2)"},
