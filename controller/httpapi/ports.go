@@ -2,6 +2,9 @@ package httpapi
 
 import (
 	"context"
+	"maps"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/api"
@@ -88,12 +91,16 @@ func (s *server) forkResult(ctx context.Context, a controller.Answer) (api.ForkR
 	if err != nil {
 		return out, err
 	}
+	all, err := s.portsOf(ctx, slices.Concat(slices.Collect(maps.Values(list))...))
+	if err != nil {
+		return out, err
+	}
+	slices.SortFunc(all, func(a, b api.Port) int { return strings.Compare(a.ID, b.ID) })
 	for i, child := range out.Children {
-		if child.Workspace == nil || len(list[core.WorkspaceID(child.Workspace.ID)]) == 0 {
-			continue
-		}
-		if out.Children[i].Previews, err = s.portsOf(ctx, list[core.WorkspaceID(child.Workspace.ID)]); err != nil {
-			return out, err
+		for _, p := range all {
+			if child.Workspace != nil && p.WorkspaceID == child.Workspace.ID {
+				out.Children[i].Previews = append(out.Children[i].Previews, p)
+			}
 		}
 	}
 	return out, nil

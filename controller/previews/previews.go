@@ -10,6 +10,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -171,25 +172,34 @@ func (m *Manager) URLs(ctx context.Context, project core.ProjectID, ports []mode
 	if site == nil {
 		return out, nil
 	}
+	signed := func(p model.Port) bool { return tokens && p.Visibility == model.VisibilitySigned }
+	if slices.ContainsFunc(ports, signed) {
+		err := m.store.InProject(ctx, project, func(tx Tx) error {
+			clear(epochs) // the transaction may be repeated
+			for _, p := range ports {
+				if _, known := epochs[p.WorkspaceID]; known || !signed(p) {
+					continue
+				}
+				w, err := tx.Workspace(ctx, p.WorkspaceID)
+				if err != nil {
+					return err
+				}
+				epochs[p.WorkspaceID] = w.Epoch
+			}
+			return nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
 	for _, p := range ports {
 		if p.Visibility == "" {
 			continue
 		}
-		if _, known := epochs[p.WorkspaceID]; !known {
-			err := m.store.InProject(ctx, project, func(tx Tx) error {
-				w, err := tx.Workspace(ctx, p.WorkspaceID)
-				epochs[p.WorkspaceID] = w.Epoch
-				return err
-			})
-			if err != nil {
-				return nil, err
-			}
+		out[p.ID] = site.url(p)
+		if signed(p) {
+			out[p.ID] += "?" + TokenParameter + "=" + site.token(Preview{Port: p, Epoch: epochs[p.WorkspaceID]})
 		}
-		url := site.url(p)
-		if tokens && p.Visibility == model.VisibilitySigned {
-			url += "?" + TokenParameter + "=" + site.token(Preview{Port: p, Epoch: epochs[p.WorkspaceID]})
-		}
-		out[p.ID] = url
 	}
 	return out, nil
 }

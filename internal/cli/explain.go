@@ -26,7 +26,7 @@ func (a *App) explain(err error) error {
 		return err
 	}
 	if unfinished, ok := errors.AsType[*coppice.UnfinishedError](err); ok {
-		return core.Errorf(core.Canceled, core.CodeCanceled, "interrupted; the server goes on with it: follow it with coppice op show --wait %[1]s, or end it with coppice op cancel %[1]s", core.Clip(unfinished.OperationID))
+		return core.Errorf(core.Canceled, core.CodeCanceled, "interrupted; the server goes on with it: follow it with coppice op show --wait %[1]s or, if it makes workspaces, end it with coppice op cancel %[1]s", core.Clip(unfinished.OperationID))
 	}
 	if a.tried.Server != "" {
 		if text := unreachable(err); text != "" {

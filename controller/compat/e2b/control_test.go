@@ -108,6 +108,7 @@ func TestUpdateOfTheNetwork(t *testing.T) {
 	for body, want := range map[string]coppice.Allow{
 		`{"allowOut":["b.example.com"],"denyOut":["0.0.0.0/0"]}`: {"b.example.com"},
 		`{"allow_internet_access":false}`:                        nil,
+		`{"allow_internet_access":true}`:                         nil, // the policy stays: an update never opens a sandbox
 	} {
 		w.do(ask{method: "PUT", path: at, body: body}).want(t, http.StatusNoContent, nil)
 		ws, err := w.rest.Workspace(t.Context(), "ws_"+s.SandboxID)

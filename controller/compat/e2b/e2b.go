@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/internal/inprocess"
+	"github.com/coppice-dev/coppice/internal/sandboxhost"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -106,7 +107,7 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		writeFailure(w, r, err)
 	case !addressed:
 		l.control.ServeHTTP(w, r)
-	case t.port == envdPort:
+	case t.Port == envdPort:
 		l.serveEnvd(w, r, t)
 	default:
 		l.servePort(w, r, t)
@@ -115,17 +116,17 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // target finds the sandbox that a request is for: by the name of the host, or else by headers, or else by the token.
 func (l *layer) target(r *http.Request) (target, bool, *failure) {
-	if t, ok := hostTarget(r.Host, l.Domain); ok {
+	if t, ok := sandboxhost.Decode(r.Host, l.Domain); ok {
 		return t, true, nil
 	}
 	id := r.Header.Get(headerSandbox)
 	if id == "" { // some versions of the clients send only the token after a connect
 		token, _, _ := strings.Cut(r.Header.Get(headerAccess), ".")
-		t := target{token, envdPort}
+		t := target{ID: token, Port: envdPort}
 		return t, bareID.MatchString(token) && !ofControl(r.URL.Path), nil
 	}
-	t, ok := newTarget(id, r.Header.Get(headerPort))
-	if ok && t.port == envdPort && ofControl(r.URL.Path) {
+	t, ok := sandboxhost.New(id, r.Header.Get(headerPort))
+	if ok && t.Port == envdPort && ofControl(r.URL.Path) {
 		return target{}, false, nil // some versions of the clients send the headers to the control plane, too
 	}
 	if !ok {

@@ -81,7 +81,7 @@ func handleMethods(mux *http.ServeMux, file protoreflect.FileDescriptor, h http.
 // serveEnvd admits a request by its token or by its signature. A request with neither gets the same
 // answer for every sandbox, whether it exists or not.
 func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
-	ws, _ := workspaceID(t.sandbox) // newTarget has checked it
+	ws, _ := workspaceID(t.ID) // sandboxhost has checked it
 	key, ok := l.tokens.check(purposeEnvd, ws, r.Header.Get(headerAccess))
 	signed := !ok && r.URL.Path == "/files" && r.URL.Query().Has("signature")
 	if signed {
@@ -94,7 +94,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 	}
 	switch {
 	case !ok && r.URL.Path == "/health":
-		writeGone(w, t.sandbox)
+		writeGone(w, t.ID)
 		return
 	case !ok:
 		l.refuseVisit(w, r, failf(http.StatusUnauthorized, "this sandbox needs its access token in %s", headerAccess))
@@ -117,7 +117,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 	row, err := v.Workspace(ctx, ws)
 	switch {
 	case errors.Is(err, coppice.CodeWorkspaceNotFound), err == nil && !running(row):
-		writeGone(w, t.sandbox)
+		writeGone(w, t.ID)
 		return
 	case err != nil:
 		l.refuseVisit(w, r, translate(err))

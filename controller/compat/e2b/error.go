@@ -87,7 +87,7 @@ func writeGone(w http.ResponseWriter, sandbox string) {
 // writeClosed is the answer of E2B's proxy where nothing listens at a port.
 func writeClosed(w http.ResponseWriter, t target) {
 	writeJSON(w, http.StatusBadGateway, map[string]any{
-		"sandboxId": t.sandbox, "message": "The sandbox is running but port is not open", "port": t.port, "code": http.StatusBadGateway,
+		"sandboxId": t.ID, "message": "The sandbox is running but port is not open", "port": t.Port, "code": http.StatusBadGateway,
 	})
 }
 

@@ -1,12 +1,11 @@
 package e2b
 
 import (
-	"net"
 	"net/netip"
 	"regexp"
-	"strconv"
 	"strings"
 
+	"github.com/coppice-dev/coppice/internal/sandboxhost"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -39,42 +38,12 @@ func checkpointID(snapshot string) (id coppice.CheckpointID, ok bool) {
 func snapshotID(id coppice.CheckpointID) string { return strings.TrimPrefix(id, checkpointPrefix) }
 
 // target is a port of a sandbox.
-type target struct {
-	sandbox string
-	port    int
-}
-
-// hostTarget reads <port>-<id>.<domain>. If no domain is configured, every domain is accepted: tokens, not names, give access.
-func hostTarget(host, domain string) (target, bool) {
-	first, rest, _ := strings.Cut(hostName(host), ".")
-	if domain != "" && rest != domain || rest == "" {
-		return target{}, false
-	}
-	port, id, _ := strings.Cut(first, "-")
-	return newTarget(id, port)
-}
-
-// newTarget checks an id and a port as clients wrote them.
-func newTarget(id, port string) (target, bool) {
-	n, err := strconv.ParseUint(port, 10, 16)
-	if err != nil || n == 0 || port[0] == '0' || port[0] == '+' || !bareID.MatchString(id) {
-		return target{}, false
-	}
-	return target{id, int(n)}, true
-}
-
-// hostName is the name in a Host header, in lower case, without port and final dot.
-func hostName(host string) string {
-	if name, _, err := net.SplitHostPort(host); err == nil {
-		host = name
-	}
-	return strings.ToLower(strings.TrimSuffix(strings.Trim(host, "[]"), "."))
-}
+type target = sandboxhost.Target
 
 // hostAllowed refuses host names that a web page may have bound to this address (DNS rebinding). It
 // accepts addresses, localhost, the domain, and names below these two.
 func hostAllowed(host, domain string) bool {
-	name := hostName(host)
+	name := sandboxhost.Name(host)
 	if _, err := netip.ParseAddr(name); err == nil || name == "localhost" {
 		return true
 	}

@@ -21,7 +21,7 @@ const headerTraffic = "E2b-Traffic-Access-Token"
 // servePort forwards a request to a port of a sandbox. The request needs the traffic token or the
 // access token. No port is public: E2B's public traffic is refused without a token.
 func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
-	ws, _ := workspaceID(t.sandbox) // newTarget has checked it
+	ws, _ := workspaceID(t.ID) // sandboxhost has checked it
 	key, ok := l.tokens.check(purposeTraffic, ws, r.Header.Get(headerTraffic))
 	if !ok {
 		key, ok = l.tokens.check(purposeEnvd, ws, r.Header.Get(headerAccess))
@@ -44,7 +44,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 	}
 	row, err := client.Workspace(ctx, ws)
 	if errors.Is(err, coppice.CodeWorkspaceNotFound) || err == nil && !routed(row) {
-		writeGone(w, t.sandbox)
+		writeGone(w, t.ID)
 		return
 	}
 	if err != nil {
@@ -59,7 +59,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 	}
 	defer release()
 	r = r.WithContext(ctx)
-	address, err := l.forwarded(ctx, client, key, ws, t.port)
+	address, err := l.forwarded(ctx, client, key, ws, t.Port)
 	if err != nil {
 		l.fail(w, r, err)
 		return

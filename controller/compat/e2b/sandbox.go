@@ -266,7 +266,7 @@ func connectSandbox(w http.ResponseWriter, r *http.Request, c call) error {
 		return err
 	}
 	if q.Memory != nil && !*q.Memory {
-		return unsupported("memory: false (boot the sandbox anew)")
+		return unsupported("memory: false (boot the sandbox again)")
 	}
 	ttl, err := seconds(q.Timeout, timeoutV2)
 	if err != nil {

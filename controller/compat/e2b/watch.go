@@ -121,6 +121,7 @@ func (files) WatchDir(ctx context.Context, req *connect.Request[filesystem.Watch
 		if err != nil {
 			return rpcError(ctx, p.streamEnded(ctx, err))
 		}
+		p.links = maxLinks // the bound is for one event
 		event, err := p.event(ctx, e, req.Msg.GetIncludeEntry())
 		if err != nil {
 			return err

@@ -94,15 +94,13 @@ func TestWatchDir(t *testing.T) {
 	}
 	cancel()
 	_ = stream.Close()
-	for {
+	eventually.True(t, "the watch is gone", func() bool {
 		list, err := w.rest.Watches(t.Context(), "ws_"+s.SandboxID)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(list) == 0 {
-			return
-		}
-	}
+		return len(list) == 0
+	})
 }
 
 // An upload gives a file its metadata, and the next one replaces it.

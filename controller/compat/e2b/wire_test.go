@@ -13,15 +13,17 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/coppice-dev/coppice/internal/sandboxhost"
 )
 
 func TestHostTarget(t *testing.T) {
 	t.Parallel()
 	id := "06e5bqv7z0f3m8k2h1t9r4w6xc"
 	for host, want := range map[string]target{
-		"49983-" + id + ".sandbox.example":                  {id, 49983},
-		"3000-" + strings.ToUpper(id) + ".Sandbox.Example.": {id, 3000},
-		"3000-" + id + ".sandbox.example:8443":              {id, 3000},
+		"49983-" + id + ".sandbox.example":                  {ID: id, Port: 49983},
+		"3000-" + strings.ToUpper(id) + ".Sandbox.Example.": {ID: id, Port: 3000},
+		"3000-" + id + ".sandbox.example:8443":              {ID: id, Port: 3000},
 		"3000-" + id + ".other.example":                     {},
 		"3000-" + id:                                        {},
 		"03000-" + id + ".sandbox.example":                  {},
@@ -32,7 +34,7 @@ func TestHostTarget(t *testing.T) {
 		"api.sandbox.example":                               {},
 		"":                                                  {},
 	} {
-		if got, ok := hostTarget(host, "sandbox.example"); got != want || ok != (want != target{}) {
+		if got, ok := sandboxhost.Decode(host, "sandbox.example"); got != want || ok != (want != target{}) {
 			t.Errorf("%q: %v, %v", host, got, ok)
 		}
 	}
@@ -45,8 +47,8 @@ func FuzzHost(f *testing.F) {
 	f.Fuzz(func(t *testing.T, host string) {
 		for _, domain := range []string{"", "sandbox.example"} {
 			hostAllowed(host, domain)
-			got, ok := hostTarget(host, domain)
-			if ok && (!bareID.MatchString(got.sandbox) || got.port < 1 || got.port > 65535) {
+			got, ok := sandboxhost.Decode(host, domain)
+			if ok && (!bareID.MatchString(got.ID) || got.Port < 1 || got.Port > 65535) {
 				t.Errorf("%q is %+v", host, got)
 			}
 			if ok && domain != "" && !hostAllowed(host, domain) {

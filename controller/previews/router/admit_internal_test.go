@@ -2,6 +2,7 @@ package router
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"net/http"
 	"net/http/httptest"
@@ -62,6 +63,46 @@ func TestCredentials(t *testing.T) {
 		}
 		if j.asked != c.asked {
 			t.Errorf("%s: %d credentials are judged, want %d", name, j.asked, c.asked)
+		}
+	}
+}
+
+// TestPlaces: one workspace, one project, and all projects together have so many requests at the same time. A request that has ended makes room.
+func TestPlaces(t *testing.T) {
+	t.Parallel()
+	const ofWorkspace, ofProject, ofAll = 128, 512, 4096 // the bounds, not as the code has them
+	for name, c := range map[string]struct {
+		workspaces, projects, bound int // how many share the requests
+	}{
+		"a workspace": {1, 1, ofWorkspace}, "a project": {ofProject, 1, ofProject}, "a controller": {ofAll, 100, ofAll},
+	} {
+		p := places{open: map[*visit]struct{}{}}
+		enter := func(i int) (func(), bool) {
+			return p.enter(&visit{preview: previews.Preview{Port: model.Port{
+				WorkspaceID: core.WorkspaceID(fmt.Sprint("ws", i%c.workspaces)), ProjectID: core.ProjectID(fmt.Sprint("pr", i%c.projects)),
+			}}})
+		}
+		leaves := make([]func(), c.bound)
+		for i := range leaves {
+			var full bool
+			if leaves[i], full = enter(i); full {
+				t.Fatalf("%s: it is full after %d requests, want %d", name, i, c.bound)
+			}
+		}
+		if _, full := enter(c.bound); !full {
+			t.Errorf("%s: there is room for more than %d requests", name, c.bound)
+		}
+		leaves[0]()
+		again, full := enter(0)
+		if full {
+			t.Fatalf("%s: the end of a request makes no room", name)
+		}
+		again()
+		for _, leave := range leaves[1:] {
+			leave()
+		}
+		if len(p.open)+len(p.of) > 0 {
+			t.Errorf("%s: %d requests and %d counts are left", name, len(p.open), len(p.of))
 		}
 	}
 }

@@ -188,13 +188,13 @@ func (r *Router) unreachable(w http.ResponseWriter, q *http.Request, t sandboxho
 
 // refuse gives one answer to every request that does not get in: to a preview that does not exist and to one of somebody else.
 func (r *Router) refuse(w http.ResponseWriter, q *http.Request, t sandboxhost.Target, err error) {
+	if core.CategoryOf(err) == core.Unavailable || core.CategoryOf(err) == core.Internal {
+		r.cfg.Log.WarnContext(q.Context(), "a request to a preview could not be checked", "err", err)
+	}
 	if limited := r.cfg.Refused(q.RemoteAddr); limited != nil {
 		w.Header().Set("Retry-After", "1")
 		writeText(w, http.StatusTooManyRequests, "this address has made too many requests that were refused; repeat the request later")
 		return
-	}
-	if core.CategoryOf(err) == core.Unavailable || core.CategoryOf(err) == core.Internal {
-		r.cfg.Log.WarnContext(q.Context(), "a request to a preview could not be checked", "err", err)
 	}
 	writeAbsent(w, q, t)
 }
@@ -248,6 +248,9 @@ func (r *Router) Run(ctx context.Context) error {
 func (r *Router) check(ctx context.Context, before time.Time) {
 	for t, list := range r.places.since(before) {
 		p, err := r.cfg.Previews.Find(ctx, t)
+		if err != nil && core.CategoryOf(err) != core.NotFound {
+			r.cfg.Log.WarnContext(ctx, "requests to a preview go on unchecked", "workspace", t.ID, "port", t.Port, "err", err)
+		}
 		for _, v := range list {
 			switch {
 			case core.CategoryOf(err) == core.NotFound, err == nil && (p.ID != v.preview.ID || v.upstream.Sandbox != "" && p.Epoch != v.preview.Epoch): // without a sandbox it waits for a resume

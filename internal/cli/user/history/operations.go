@@ -112,7 +112,7 @@ func newCancelCommand(a *cli.App) *cobra.Command {
 		Short: "Cancel operations that make workspaces",
 		Long: `Cancel operations that make workspaces, and wait until what they had begun is undone. A fork of a running workspace is canceled after its
 capture: its checkpoint stays. An operation that has ended already stays as it is.`,
-		Example: "  coppice op cancel $(coppice op ls -q)",
+		Example: "  coppice op ls\n  coppice op cancel op_06h23pjzw358e1dsh3eef37yt8",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.Client()

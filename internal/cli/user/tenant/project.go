@@ -268,7 +268,7 @@ Checkpoints that are already in the store stay as they are and can still be read
 			return a.Print(p, func(w io.Writer) error { return printProject(w, p) })
 		},
 	}
-	c.Flags().BoolVar(&off, "off", false, "store in clear from now on")
+	c.Flags().BoolVar(&off, "off", false, "store unencrypted from now on")
 	c.Flags().BoolVar(&another, "new-key", false, "use another key for what is stored from now on")
 	c.MarkFlagsMutuallyExclusive("off", "new-key")
 	return c

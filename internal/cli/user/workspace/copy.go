@@ -48,7 +48,7 @@ func newCopyCommand(a *cli.App) *cobra.Command {
 			from, to := endOf(args[0]), endOf(args[1])
 			switch {
 			case !from.remote() && !to.remote():
-				return exit.Misuse(errors.New("one of SOURCE and DESTINATION must be WORKSPACE:/absolute/path (./name is a local name with a colon)"))
+				return exit.Misuse(errors.New("at least one of SOURCE and DESTINATION must be WORKSPACE:/absolute/path (write ./name for a local name with a colon)"))
 			case archive && !from.stream && !to.stream:
 				return exit.Misuse(errors.New("--tar goes with - as SOURCE or DESTINATION"))
 			}
