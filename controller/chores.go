@@ -65,6 +65,15 @@ func (c *Controller) choreLoop(ctx context.Context) {
 	})
 }
 
+// listenLoop listens for operations that other controllers have ended, and for keys that they have revoked.
+func (c *Controller) listenLoop(ctx context.Context) {
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
+		if err := c.store.Listen(ctx, c.operations.WakeWaiters, c.Tenancy.KeyEnded); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "notifications ended", "err", err)
+		}
+	})
+}
+
 // reconcileLoop runs on every controller. It repairs the results of crashes: it ends terminations that no controller works on, and the
 // workspaces of runners that have been silent for too long.
 func (c *Controller) reconcileLoop(ctx context.Context) {

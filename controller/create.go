@@ -2,12 +2,10 @@ package controller
 
 import (
 	"context"
-	"errors"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/placement"
-	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -46,11 +44,11 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 	}
 	image, err := c.findImage(ctx, req.Image)
 	if err != nil {
-		err = c.repeated(ctx, project, err)
-		if again, ok := errors.AsType[*request.RepeatError](err); ok {
-			return c.repeatTask(project, again).await(ctx, wait)
+		t, err := c.operations.Earlier(ctx, project, err)
+		if err != nil {
+			return Answer{}, err
 		}
-		return Answer{}, err
+		return t.Await(ctx, wait)
 	}
 	op := Operation{ProjectID: project, Kind: OpCreateWorkspace, Step: "template"}
 	admit := func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
@@ -83,21 +81,16 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		}
 		return k, nil
 	}
-	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.begin(ctx, InProject(project), op, admit) })
-	if err != nil {
-		return Answer{}, err
-	}
-	return t.await(ctx, wait)
+	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
 }
 
-func (k *createWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	plan, err := k.load(ctx, t)
+func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	if parent := plan.children[0].Parent; t.op.Step == "fork" && plan.source.ID == "" && parent != "" {
-		err := t.load(ctx, func(tx Tx) error {
+	if parent := plan.children[0].Parent; t.Op().Step == "fork" && plan.source.ID == "" && parent != "" {
+		err := t.Load(ctx, func(tx Tx) error {
 			var err error
 			plan.source, err = c.source(ctx, tx, parent)
 			return err
@@ -107,14 +100,14 @@ func (k *createWorkspace) work(ctx context.Context, t *Task) error {
 		}
 	}
 	for attempt := 0; ; attempt++ {
-		if t.op.Step != "fork" {
+		if t.Op().Step != "fork" {
 			if err := c.fromTemplate(ctx, t, plan, attempt > 0); err != nil {
 				return err
 			}
-			t.watch.Lap("template")
+			t.Lap("template")
 		}
 		got, err := c.callFork(ctx, plan)
-		t.watch.Lap("fork")
+		t.Lap("fork")
 		if err == nil && got[0].Problem != nil {
 			err = got[0].Problem.Err()
 		}
@@ -124,7 +117,7 @@ func (k *createWorkspace) work(ctx context.Context, t *Task) error {
 				return dropErr
 			}
 			if again {
-				t.op.Step = "template"
+				t.Back("template")
 				continue
 			}
 		}
@@ -164,13 +157,13 @@ func (c *Controller) withoutTemplate(ctx context.Context, plan *forkPlan, proble
 }
 
 // fromTemplate gives the workspace the template that it is forked from. A local template is one of its own runner.
-func (c *Controller) fromTemplate(ctx context.Context, t *Task, plan *forkPlan, local bool) error {
+func (c *Controller) fromTemplate(ctx context.Context, t *task, plan *forkPlan, local bool) error {
 	w := plan.children[0]
 	template, err := c.template(ctx, w, local)
 	if err != nil {
 		return err
 	}
-	return t.load(ctx, func(tx Tx) error { // to write it twice changes nothing
+	return t.Load(ctx, func(tx Tx) error { // to write it twice changes nothing
 		sandbox := w.Sandbox
 		moved, err := tx.ForkWorkspaceFrom(ctx, w.ID, template)
 		if err != nil {
@@ -178,6 +171,6 @@ func (c *Controller) fromTemplate(ctx context.Context, t *Task, plan *forkPlan, 
 		}
 		moved.Sandbox = sandbox
 		plan.children[0], plan.source = moved, template
-		return t.step(ctx, tx, "fork")
+		return t.Step(ctx, tx, "fork")
 	})
 }

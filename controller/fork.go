@@ -102,11 +102,7 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkPlan{children: children, source: source},
 		}}, nil
 	}
-	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.begin(ctx, InProject(project), op, admit) })
-	if err != nil {
-		return Answer{}, err
-	}
-	return t.await(ctx, wait)
+	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
 }
 
 func notForkable(cp Checkpoint) error {
@@ -140,10 +136,10 @@ func childOf(source Checkpoint, req ForkRequest) (Workspace, error) {
 	return w, nil
 }
 
-func (k *forkCheckpoint) work(ctx context.Context, t *Task) error {
-	plan, err := k.load(ctx, t)
+func (k *forkCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	return t.c.grow(ctx, t, plan, k.AllOrNothing)
+	return c.grow(ctx, t, plan, k.AllOrNothing)
 }

@@ -59,44 +59,42 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 
 func (k *forkWorkspace) made() made { return made{children: k.Children, capture: k.Capture} }
 
-func (k *forkWorkspace) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
+func (k *forkWorkspace) loadFork(ctx context.Context, c *Controller, t *task) (*forkPlan, error) {
 	if k.fork != nil {
 		return k.fork, nil
 	}
-	return t.loadChildren(ctx, k.Children, k.Capture)
+	return c.loadChildren(ctx, t, k.Children, k.Capture)
 }
 
 // work writes the capture while the runner already grows the children. So the parent is
 // ready again at once, and the children do not wait for this.
-func (k *forkWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	defer c.captureEnded(t.op.WorkspaceID)
+func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	defer c.captures.ended(t.Op().WorkspaceID)
 	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}
-	fork, err := k.loadFork(ctx, t)
+	fork, err := k.loadFork(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	if t.op.Step == "fork" {
+	if t.Op().Step == "fork" {
 		fork.source = plan.checkpoint
 		return c.grow(ctx, t, fork, k.AllOrNothing)
 	}
-	got, err := k.call(ctx, t, plan, runnerapi.Capture{Fork: true})
+	got, err := k.call(ctx, c, t, plan, runnerapi.Capture{Fork: true})
 	if err != nil {
-		return k.failed(ctx, t, err)
+		return c.captureFailed(ctx, t, k, k.Sandbox, err)
 	}
 	fork.source.Class = &got.Class // as its row will have it
 	recorded := make(chan error, 1)
-	go func() { recorded <- k.recordCapture(ctx, t, plan, got) }()
+	go func() { recorded <- k.recordCapture(ctx, c, t, plan, got) }()
 	grown, err := c.callFork(ctx, fork)
 	recordErr := <-recorded
-	t.watch.Lap("fork")
+	t.Lap("fork")
 	if recordErr != nil {
 		return errors.Join(recordErr, err)
 	}
-	t.op.Step = "fork"
 	fork.source = plan.checkpoint
 	if err != nil {
 		return err
@@ -105,13 +103,7 @@ func (k *forkWorkspace) work(ctx context.Context, t *Task) error {
 }
 
 // recordCapture writes the capture and the step, so that the parent continues.
-func (k *forkWorkspace) recordCapture(ctx context.Context, t *Task, plan *capturePlan, got runnerapi.Checkpoint) error {
-	defer t.c.captureEnded(t.op.WorkspaceID)
-	recorded := func(now Operation) bool { return now.Step == "fork" }
-	return t.insistTx(ctx, recorded, func(tx Tx) error {
-		if err := tx.StepOperation(ctx, t.op, "fork"); err != nil {
-			return err
-		}
-		return k.record(ctx, tx, t, plan, got)
-	})
+func (k *forkWorkspace) recordCapture(ctx context.Context, c *Controller, t *task, plan *capturePlan, got runnerapi.Checkpoint) error {
+	defer c.captures.ended(t.Op().WorkspaceID)
+	return t.Advance(ctx, "fork", func(tx Tx) error { return k.record(ctx, tx, t, plan, got) })
 }

@@ -30,13 +30,13 @@ type growInput struct {
 func (in *growInput) made() made { return made{children: in.Children} }
 
 // takeBack has nothing to do: the operation acts on no workspace that was there before.
-func (in *growInput) takeBack(context.Context, Tx, *Task) error { return nil }
+func (in *growInput) takeBack(context.Context, Tx, Operation) error { return nil }
 
-func (in *growInput) load(ctx context.Context, t *Task) (*forkPlan, error) {
+func (in *growInput) load(ctx context.Context, c *Controller, t *task) (*forkPlan, error) {
 	if in.plan != nil {
 		return in.plan, nil
 	}
-	return t.loadChildren(ctx, in.Children, in.Source)
+	return c.loadChildren(ctx, t, in.Children, in.Source)
 }
 
 func childInputs(children []Workspace) []childInput {
@@ -114,9 +114,9 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 }
 
 // loadChildren makes the plan of a resumed fork from its rows. source is empty for a workspace whose template is not known yet.
-func (t *Task) loadChildren(ctx context.Context, children []childInput, source core.CheckpointID) (*forkPlan, error) {
+func (c *Controller) loadChildren(ctx context.Context, t *task, children []childInput, source core.CheckpointID) (*forkPlan, error) {
 	plan := &forkPlan{loaded: true}
-	err := t.load(ctx, func(tx Tx) error {
+	err := t.Load(ctx, func(tx Tx) error {
 		ids, sandboxIDs := make([]core.WorkspaceID, len(children)), make([]core.SandboxID, len(children))
 		for i, child := range children {
 			ids[i], sandboxIDs[i] = child.Workspace, child.Sandbox
@@ -137,7 +137,7 @@ func (t *Task) loadChildren(ctx context.Context, children []childInput, source c
 			plan.children[i].Sandbox = byWorkspace[plan.children[i].ID]
 		}
 		if source != "" {
-			plan.source, err = t.c.source(ctx, tx, source)
+			plan.source, err = c.source(ctx, tx, source)
 		}
 		return err
 	})
@@ -145,17 +145,17 @@ func (t *Task) loadChildren(ctx context.Context, children []childInput, source c
 }
 
 // grow asks the runner for the children and ends the operation.
-func (c *Controller) grow(ctx context.Context, t *Task, plan *forkPlan, allOrNothing bool) error {
+func (c *Controller) grow(ctx context.Context, t *task, plan *forkPlan, allOrNothing bool) error {
 	got, err := c.callFork(ctx, plan)
-	t.watch.Lap("fork")
+	t.Lap("fork")
 	if err != nil {
-		return c.abandon(ctx, t, err)
+		return t.Abandon(ctx, err)
 	}
 	return c.endGrown(ctx, t, plan, got, allOrNothing)
 }
 
 // endGrown ends the operation according to the runner's answer.
-func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild, allOrNothing bool) error {
+func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkPlan, got []grownChild, allOrNothing bool) error {
 	ready := 0
 	for i := range got {
 		if got[i].Problem == nil {
@@ -169,8 +169,8 @@ func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got 
 }
 
 // finishGrown writes the outcome of the children, in one transaction with a few statements, whatever their number.
-func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild) error {
-	err := t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkPlan, got []grownChild) error {
+	err := t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		var ready []ReadyWorkspace
 		var failed []EndedWorkspace
 		for i, w := range plan.children {
@@ -182,23 +182,23 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 		}
 		moved, err := tx.ReadyWorkspaces(ctx, ready)
 		if err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
 		failed = append(failed, unready(ready, moved)...)
 		if len(failed) > 0 {
 			if _, err := tx.EndWorkspaces(ctx, failed); err != nil {
-				return Outcome{}, Result{}, err
+				return nil, Result{}, err
 			}
 		}
 		tx.InsertReseals(reseals(t, plan, got))
 		now, err := unmoved(ctx, tx, plan, moved)
 		if err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
 		out, result := gather(plan, got, moved, now)
-		if t.op.Kind == OpCreateWorkspace || t.op.Kind == OpRestoreCheckpoint {
+		if of := t.Op().Kind; of == OpCreateWorkspace || of == OpRestoreCheckpoint {
 			if p := result.Children[0].Problem; p != nil {
-				return Outcome{}, Result{}, p
+				return nil, Result{}, p
 			}
 			out.Workspace, result.Workspace, result.Reseal = plan.children[0].ID, result.Children[0].Workspace, result.Children[0].Reseal
 		}
@@ -208,7 +208,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 		return err
 	}
 	var gone []core.SandboxID // of workspaces that were terminated while they were grown; and those that a runner may have grown without being able to report it
-	for i, child := range t.result.Children {
+	for i, child := range t.Result().Children {
 		if child.Workspace != nil && child.Workspace.RulesPending() {
 			c.grants.Wake()
 		}
@@ -294,14 +294,14 @@ func gather(plan *forkPlan, got []grownChild, moved []Workspace, now map[core.Wo
 	return out, result
 }
 
-func reseals(t *Task, plan *forkPlan, got []grownChild) []ResealRecord {
+func reseals(t *task, plan *forkPlan, got []grownChild) []ResealRecord {
 	var list []ResealRecord
 	for i, w := range plan.children {
 		if got[i].Reseal == nil {
 			continue
 		}
 		list = append(list, ResealRecord{
-			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.op.ID, CheckpointID: plan.source.ID, Report: *got[i].Reseal,
+			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.Op().ID, CheckpointID: plan.source.ID, Report: *got[i].Reseal,
 			Epoch: w.Sandbox.Epoch, RunnerID: w.Sandbox.RunnerID, Attestation: got[i].Attestation,
 		})
 	}
@@ -309,7 +309,7 @@ func reseals(t *Task, plan *forkPlan, got []grownChild) []ResealRecord {
 }
 
 // failGrown ends a fork that failed: no child became ready, or not every child did under all_or_nothing.
-func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild) error {
+func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkPlan, got []grownChild) error {
 	var first *runnerapi.Problem
 	var grown []core.SandboxID
 	failed := 0
@@ -325,10 +325,10 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 		}
 	}
 	problem := first.Err()
-	if t.op.Kind == OpForkCheckpoint || t.op.Kind == OpForkWorkspace {
+	if of := t.Op().Kind; of == OpForkCheckpoint || of == OpForkWorkspace {
 		problem = core.Errorf(core.Unavailable, core.CodeForkFailed, "%d of %d children failed; the first: %s (%s)", failed, len(got), first.Message, first.Code)
 	}
-	err := t.fail(ctx, problem, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+	err := t.Fail(ctx, problem, func(ctx context.Context, tx Tx) error {
 		ended := make([]EndedWorkspace, len(plan.children))
 		for i, w := range plan.children {
 			why := failureOf(problem)
@@ -338,10 +338,10 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 			ended[i] = EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: why}
 		}
 		if _, err := tx.EndWorkspaces(ctx, ended); err != nil {
-			return Outcome{}, Result{}, err
+			return err
 		}
 		tx.InsertReseals(reseals(t, plan, got))
-		return Outcome{}, Result{}, nil
+		return nil
 	})
 	if err == nil {
 		c.drop(ctx, grown...)

@@ -135,13 +135,13 @@ func (c *Controller) prune(ctx context.Context, project core.ProjectID, plan *Pr
 		return Answer{Done: true, Result: Result{Prune: plan}}, nil
 	}
 	op := Operation{ProjectID: project, Kind: OpPruneCheckpoints, Step: "delete"}
-	t, err := c.begin(ctx, InProject(project), op, func(context.Context, Tx, *Operation, int) (kind, error) {
+	t, err := c.begin(ctx, op, func(context.Context, Tx, *Operation, int) (kind, error) {
 		return &pruneCheckpoints{Prune: plan}, nil
 	})
 	if err != nil {
 		return Answer{}, err
 	}
-	return t.await(ctx, wait)
+	return t.Await(ctx, wait)
 }
 
 // pruneCheckpoints is the kind prune_checkpoints: it deletes the checkpoints of a plan. What is deleted is not taken back.
@@ -152,8 +152,8 @@ type pruneCheckpoints struct {
 
 // work deletes the newest checkpoints first. A resumed operation starts again: it changes nothing
 // about a checkpoint that is deleted already.
-func (k *pruneCheckpoints) work(ctx context.Context, t *Task) error {
-	c, out := t.c, *k.Prune
+func (k *pruneCheckpoints) work(ctx context.Context, c *Controller, t *task) error {
+	out := *k.Prune
 	out.Items = slices.Clone(out.Items)
 	for end := len(out.Items); end > 0; end -= pruneBatch {
 		items := out.Items[max(0, end-pruneBatch):end]
@@ -162,7 +162,7 @@ func (k *pruneCheckpoints) work(ctx context.Context, t *Task) error {
 			ids[i], at[items[i].ID] = items[i].ID, &items[i]
 		}
 		var list []Deletion
-		err := t.load(ctx, func(tx Tx) (err error) {
+		err := t.Load(ctx, func(tx Tx) (err error) {
 			list, err = tx.DeleteCheckpoints(ctx, ids, items[0].Reason != reasonCascade)
 			return err
 		})
@@ -181,9 +181,9 @@ func (k *pruneCheckpoints) work(ctx context.Context, t *Task) error {
 			}
 		}
 		c.dropCheckpoints(ctx, gone)
-		t.watch.Lap("delete")
+		t.Lap("delete")
 	}
-	return t.finish(ctx, func(context.Context, Tx) (Outcome, Result, error) {
+	return t.Finish(ctx, func(context.Context, Tx) (any, Result, error) {
 		return Outcome{Prune: &out}, Result{Prune: &out}, nil
 	})
 }
@@ -219,7 +219,7 @@ func (c *Controller) pruneRound(ctx context.Context, due Retention, plan retenti
 			done, err = c.Operation(ctx, due.ProjectID, done.Operation.ID, retention.Lease/4)
 		}
 		if err == nil && done.Operation.Problem != nil {
-			err = &OperationError{done.Operation.ID, done.Operation.Problem}
+			err = &OperationError{Operation: done.Operation.ID, Err: done.Operation.Problem}
 		}
 	}
 	if err != nil || !done.Done {

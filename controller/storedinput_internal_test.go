@@ -60,7 +60,7 @@ func TestStoredInputs(t *testing.T) {
 		if err := json.Unmarshal(again, &after); err != nil || !reflect.DeepEqual(before, after) {
 			t.Errorf("%s: %s is stored as %s, %v", c.kind, c.stored, again, err)
 		}
-		if ids := op.Workspaces(); len(got.made().children) > 0 && !reflect.DeepEqual(ids, []core.WorkspaceID{"ws_1", "ws_2"}) {
+		if ids := WorkspacesOf(op); len(got.made().children) > 0 && !reflect.DeepEqual(ids, []core.WorkspaceID{"ws_1", "ws_2"}) {
 			t.Errorf("%s: it makes %v", c.kind, ids)
 		}
 	}
