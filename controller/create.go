@@ -42,7 +42,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 	if err := grants.CheckMode(req.Egress, req.Allow); err != nil {
 		return Answer{}, err
 	}
-	image, err := c.findImage(ctx, req.Image)
+	image, err := c.fleet.FindImage(ctx, req.Image)
 	if err != nil {
 		t, err := c.operations.Earlier(ctx, project, err)
 		if err != nil {

@@ -76,27 +76,3 @@ func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request
 	}
 	return fleet.Place(ctx, tx, req, even)
 }
-
-func (c *Controller) occupy(ctx context.Context, tx Tx, runners ...Runner) error {
-	return fleet.Occupy(ctx, tx, runners...)
-}
-
-func (c *Controller) findImage(ctx context.Context, ref string) (Image, error) {
-	return c.fleet.FindImage(ctx, ref)
-}
-
-func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) { c.fleet.Drop(ctx, ids...) }
-
-func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
-	c.fleet.DropCheckpoints(ctx, list)
-}
-
-func (c *Controller) takeDown(ctx context.Context, s Sandbox) error { return c.fleet.TakeDown(ctx, s) }
-
-func (c *Controller) fenced(ctx context.Context, id core.RunnerID) (bool, error) {
-	return c.fleet.Fenced(ctx, id)
-}
-
-func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id core.WorkspaceID, s Sandbox) {
-	c.ports.Reopen(ctx, project, id, s)
-}

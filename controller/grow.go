@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/settings"
 	"github.com/coppice-dev/coppice/core"
@@ -104,7 +105,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		return nil, err
 	}
 	tx.InsertSandboxes(sandboxes)
-	if err := c.occupy(ctx, tx, p.runners...); err != nil {
+	if err := fleet.Occupy(ctx, tx, p.runners...); err != nil {
 		return nil, err
 	}
 	for i := range inserted { // both are sorted by id
@@ -216,7 +217,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkPlan, g
 			gone = append(gone, plan.children[i].Sandbox.ID)
 		}
 	}
-	c.drop(ctx, gone...)
+	c.fleet.Drop(ctx, gone...)
 	return nil
 }
 
@@ -344,7 +345,7 @@ func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkPlan, got
 		return nil
 	})
 	if err == nil {
-		c.drop(ctx, grown...)
+		c.fleet.Drop(ctx, grown...)
 	}
 	return err
 }

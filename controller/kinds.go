@@ -144,7 +144,7 @@ func (m made) takeBack(ctx context.Context, c *Controller, t *task, problem erro
 		return settle(ctx, tx)
 	})
 	if err == nil {
-		c.drop(ctx, ids...)
+		c.fleet.Drop(ctx, ids...)
 	}
 	return err
 }

@@ -191,7 +191,6 @@ type (
 	Wrapper         = datakeys.Wrapper
 	Garbage         = storegc.Garbage
 	StoreReport     = storecheck.Report
-	StoreData       = storecheck.Data
 	StoreProblem    = storecheck.Problem
 	StoredObject    = model.StoredObject
 	SealAttempt     = sealing.Attempt

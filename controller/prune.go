@@ -180,7 +180,7 @@ func (k *pruneCheckpoints) work(ctx context.Context, c *Controller, t *task) err
 				at[d.Checkpoint].Skipped = "it came into use"
 			}
 		}
-		c.dropCheckpoints(ctx, gone)
+		c.fleet.DropCheckpoints(ctx, gone)
 		t.Lap("delete")
 	}
 	return t.Finish(ctx, func(context.Context, Tx) (any, Result, error) {
@@ -206,7 +206,7 @@ func (c *Controller) DeleteCheckpoint(ctx context.Context, project core.ProjectI
 		return cp, err
 	})
 	if err == nil {
-		c.dropCheckpoints(context.WithoutCancel(ctx), []Checkpoint{cp})
+		c.fleet.DropCheckpoints(context.WithoutCancel(ctx), []Checkpoint{cp})
 	}
 	return err
 }

@@ -104,8 +104,8 @@ func (k *restoreWorkspace) work(ctx context.Context, c *Controller, t *task) err
 		}
 	}
 	// From here on the workspace is in its new epoch. The old sandbox has no living row: it is dropped now, or after a heartbeat.
-	c.drop(ctx, k.Sandbox)
-	c.reopenPorts(ctx, op.ProjectID, op.WorkspaceID, plan.next)
+	c.fleet.Drop(ctx, k.Sandbox)
+	c.ports.Reopen(ctx, op.ProjectID, op.WorkspaceID, plan.next)
 	t.Lap("drop")
 	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		w, err := tx.Workspace(ctx, op.WorkspaceID)

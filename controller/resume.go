@@ -121,7 +121,7 @@ func (k *resumeWorkspace) work(ctx context.Context, c *Controller, t *task) erro
 			return err
 		}
 	}
-	c.reopenPorts(ctx, op.ProjectID, op.WorkspaceID, plan.next)
+	c.ports.Reopen(ctx, op.ProjectID, op.WorkspaceID, plan.next)
 	t.Lap("ports")
 	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		w, err := tx.Workspace(ctx, op.WorkspaceID)

@@ -68,7 +68,7 @@ func (k *suspendWorkspace) stopCaptured(ctx context.Context, c *Controller, t *t
 		if core.CodeOf(err) != core.CodeRunnerUnreachable {
 			return got, err
 		}
-		if gone, fenceErr := c.fenced(ctx, plan.checkpoint.RunnerID); fenceErr == nil && gone {
+		if gone, fenceErr := c.fleet.Fenced(ctx, plan.checkpoint.RunnerID); fenceErr == nil && gone {
 			return got, err
 		}
 		if err := pace.Pause(ctx, c.cfg.LoopInterval); err != nil {

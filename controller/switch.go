@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 
+	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -50,7 +51,7 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: id, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL, Tree: source.Tree,
 	}
 	tx.InsertSandboxes([]Sandbox{next})
-	return next, c.occupy(ctx, tx, runner)
+	return next, fleet.Occupy(ctx, tx, runner)
 }
 
 func (in *switchInput) load(ctx context.Context, c *Controller, t *task) (*restorePlan, error) {

@@ -103,7 +103,7 @@ func (k *terminateWorkspace) work(ctx context.Context, c *Controller, t *task) e
 		return err
 	}
 	for _, s := range sandboxes {
-		if err := c.takeDown(ctx, s); err != nil {
+		if err := c.fleet.TakeDown(ctx, s); err != nil {
 			return err
 		}
 	}
