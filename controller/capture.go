@@ -117,7 +117,7 @@ func (in *captureInput) load(ctx context.Context, t *task) (*capturePlan, error)
 func (in *captureInput) call(ctx context.Context, c *Controller, t *task, plan *capturePlan, how runnerapi.Capture) (runnerapi.Checkpoint, error) {
 	how.CheckpointID, how.Parent = plan.checkpoint.ID, plan.checkpoint.Parent
 	var got runnerapi.Checkpoint
-	err := c.insist(ctx, func() error {
+	err := c.forks.Insist(ctx, func() error {
 		if how.Stop { // after a suspension the machine is gone
 			if err := t.CheckLease(ctx); err != nil {
 				return err

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/idle"
@@ -164,6 +165,7 @@ type Controller struct {
 	ports    *ports.Forwarder
 	previews *previews.Manager
 	fleet    *fleet.Fleet
+	forks    *forkcall.Caller
 
 	attestations *attestations.Keeper
 
@@ -199,6 +201,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		}
 	}
 	c.attestations = newAttestations(c)
+	c.forks = newForks(c)
 	return c
 }
 

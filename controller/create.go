@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
@@ -75,9 +76,9 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 			return nil, err
 		}
 		op.WorkspaceID = list[0].ID
-		k := &createWorkspace{growInput{Children: childInputs(list), plan: &forkPlan{children: list}}}
+		k := &createWorkspace{growInput{Children: childInputs(list), plan: &forkcall.Plan{Children: list}}}
 		if op.Step == "fork" {
-			k.plan.source, k.Source, op.CheckpointID = template, template.ID, template.ID
+			k.plan.Source, k.Source, op.CheckpointID = template, template.ID, template.ID
 		}
 		return k, nil
 	}
@@ -89,10 +90,10 @@ func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) erro
 	if err != nil {
 		return err
 	}
-	if parent := plan.children[0].Parent; t.Op().Step == "fork" && plan.source.ID == "" && parent != "" {
+	if parent := plan.Children[0].Parent; t.Op().Step == "fork" && plan.Source.ID == "" && parent != "" {
 		err := t.Load(ctx, func(tx Tx) error {
 			var err error
-			plan.source, err = c.source(ctx, tx, parent)
+			plan.Source, err = c.source(ctx, tx, parent)
 			return err
 		})
 		if err != nil {
@@ -106,7 +107,7 @@ func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) erro
 			}
 			t.Lap("template")
 		}
-		got, err := c.callFork(ctx, plan)
+		got, err := c.forks.Fork(ctx, plan)
 		t.Lap("fork")
 		if err == nil && got[0].Problem != nil {
 			err = got[0].Problem.Err()
@@ -132,9 +133,9 @@ func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) erro
 }
 
 // withoutTemplate reports whether a workspace that could not be made from the plan's template should be made from another one.
-func (c *Controller) withoutTemplate(ctx context.Context, plan *forkPlan, problem error) (bool, error) {
-	template := plan.source
-	elsewhere := template.RunnerID != plan.children[0].Sandbox.RunnerID
+func (c *Controller) withoutTemplate(ctx context.Context, plan *forkcall.Plan, problem error) (bool, error) {
+	template := plan.Source
+	elsewhere := template.RunnerID != plan.Children[0].Sandbox.RunnerID
 	switch core.CodeOf(problem) {
 	case core.CodeIncompatibleHost: // the runner was restarted with another VMM after the template was chosen: the template is valid, but not on this runner
 		return true, nil
@@ -151,14 +152,14 @@ func (c *Controller) withoutTemplate(ctx context.Context, plan *forkPlan, proble
 	}
 	// If the template cannot be fetched, the image can still be booted.
 	if elsewhere {
-		c.log.WarnContext(ctx, "template could not be fetched by another runner", "checkpoint_id", template.ID, "runner_id", plan.children[0].Sandbox.RunnerID, "err", problem)
+		c.log.WarnContext(ctx, "template could not be fetched by another runner", "checkpoint_id", template.ID, "runner_id", plan.Children[0].Sandbox.RunnerID, "err", problem)
 	}
 	return elsewhere, nil
 }
 
 // fromTemplate gives the workspace the template that it is forked from. A local template is one of its own runner.
-func (c *Controller) fromTemplate(ctx context.Context, t *task, plan *forkPlan, local bool) error {
-	w := plan.children[0]
+func (c *Controller) fromTemplate(ctx context.Context, t *task, plan *forkcall.Plan, local bool) error {
+	w := plan.Children[0]
 	template, err := c.template(ctx, w, local)
 	if err != nil {
 		return err
@@ -170,7 +171,7 @@ func (c *Controller) fromTemplate(ctx context.Context, t *task, plan *forkPlan, 
 			return err
 		}
 		moved.Sandbox = sandbox
-		plan.children[0], plan.source = moved, template
+		plan.Children[0], plan.Source = moved, template
 		return t.Step(ctx, tx, "fork")
 	})
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -99,7 +100,7 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 			return nil, err
 		}
 		return &forkCheckpoint{growInput{
-			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkPlan{children: children, source: source},
+			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkcall.Plan{Children: children, Source: source},
 		}}, nil
 	}
 	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -16,7 +17,7 @@ type forkWorkspace struct {
 	Children     []childInput `json:"children,omitempty"` // the workspaces
 	AllOrNothing bool         `json:"all_or_nothing,omitempty"`
 
-	fork *forkPlan
+	fork *forkcall.Plan
 }
 
 // ForkWorkspace captures a running workspace and grows others from the capture, as one operation.
@@ -32,13 +33,13 @@ func (c *Controller) ForkWorkspace(ctx context.Context, project core.ProjectID, 
 			if err != nil {
 				return nil, err
 			}
-			return &forkWorkspace{captureInput: in, Children: childInputs(plan.children), AllOrNothing: fork.AllOrNothing, fork: plan}, nil
+			return &forkWorkspace{captureInput: in, Children: childInputs(plan.Children), AllOrNothing: fork.AllOrNothing, fork: plan}, nil
 		},
 	})
 }
 
 // plantBeside inserts the children of a fork of a workspace. Their checkpoint will be captured on the workspace's runner.
-func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkPlan, error) {
+func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkcall.Plan, error) {
 	like, err := childOf(cp, req)
 	if err != nil {
 		return nil, err
@@ -54,12 +55,12 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 	if err == nil {
 		err = inheritPreviews(ctx, tx, cp, children)
 	}
-	return &forkPlan{children: children, source: cp}, err
+	return &forkcall.Plan{Children: children, Source: cp}, err
 }
 
 func (k *forkWorkspace) made() made { return made{children: k.Children, capture: k.Capture} }
 
-func (k *forkWorkspace) loadFork(ctx context.Context, c *Controller, t *task) (*forkPlan, error) {
+func (k *forkWorkspace) loadFork(ctx context.Context, c *Controller, t *task) (*forkcall.Plan, error) {
 	if k.fork != nil {
 		return k.fork, nil
 	}
@@ -79,23 +80,23 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 		return err
 	}
 	if t.Op().Step == "fork" {
-		fork.source = plan.checkpoint
+		fork.Source = plan.checkpoint
 		return c.grow(ctx, t, fork, k.AllOrNothing)
 	}
 	got, err := k.call(ctx, c, t, plan, runnerapi.Capture{Fork: true})
 	if err != nil {
 		return c.captureFailed(ctx, t, k, k.Sandbox, err)
 	}
-	fork.source.Class = &got.Class // as its row will have it
+	fork.Source.Class = &got.Class // as its row will have it
 	recorded := make(chan error, 1)
 	go func() { recorded <- k.recordCapture(ctx, c, t, plan, got) }()
-	grown, err := c.callFork(ctx, fork)
+	grown, err := c.forks.Fork(ctx, fork)
 	recordErr := <-recorded
 	t.Lap("fork")
 	if recordErr != nil {
 		return errors.Join(recordErr, err)
 	}
-	fork.source = plan.checkpoint
+	fork.Source = plan.checkpoint
 	if err != nil {
 		return err
 	}

@@ -7,17 +7,11 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/fleet"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/settings"
 	"github.com/coppice-dev/coppice/core"
 )
-
-// forkPlan has what a fork needs from the rows.
-type forkPlan struct {
-	children []Workspace // in the requested order, each with its sandbox and the runner of the sandbox
-	source   Checkpoint
-	loaded   bool // the plan is from rows: children may have been grown before, with other rules
-}
 
 // growInput is the input of an operation that grows workspaces from a checkpoint.
 type growInput struct {
@@ -25,7 +19,7 @@ type growInput struct {
 	AllOrNothing bool              `json:"all_or_nothing,omitempty"`
 	Source       core.CheckpointID `json:"source,omitempty"` // empty: a template that is not known yet
 
-	plan *forkPlan
+	plan *forkcall.Plan
 }
 
 func (in *growInput) made() made { return made{children: in.Children} }
@@ -33,7 +27,7 @@ func (in *growInput) made() made { return made{children: in.Children} }
 // takeBack has nothing to do: the operation acts on no workspace that was there before.
 func (in *growInput) takeBack(context.Context, Tx, Operation) error { return nil }
 
-func (in *growInput) load(ctx context.Context, c *Controller, t *task) (*forkPlan, error) {
+func (in *growInput) load(ctx context.Context, c *Controller, t *task) (*forkcall.Plan, error) {
 	if in.plan != nil {
 		return in.plan, nil
 	}
@@ -115,15 +109,15 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 }
 
 // loadChildren makes the plan of a resumed fork from its rows. source is empty for a workspace whose template is not known yet.
-func (c *Controller) loadChildren(ctx context.Context, t *task, children []childInput, source core.CheckpointID) (*forkPlan, error) {
-	plan := &forkPlan{loaded: true}
+func (c *Controller) loadChildren(ctx context.Context, t *task, children []childInput, source core.CheckpointID) (*forkcall.Plan, error) {
+	plan := &forkcall.Plan{Loaded: true}
 	err := t.Load(ctx, func(tx Tx) error {
 		ids, sandboxIDs := make([]core.WorkspaceID, len(children)), make([]core.SandboxID, len(children))
 		for i, child := range children {
 			ids[i], sandboxIDs[i] = child.Workspace, child.Sandbox
 		}
 		var err error
-		if plan.children, err = tx.WorkspacesByID(ctx, ids); err != nil {
+		if plan.Children, err = tx.WorkspacesByID(ctx, ids); err != nil {
 			return err
 		}
 		sandboxes, err := tx.Sandboxes(ctx, sandboxIDs)
@@ -134,11 +128,11 @@ func (c *Controller) loadChildren(ctx context.Context, t *task, children []child
 		for _, s := range sandboxes {
 			byWorkspace[s.WorkspaceID] = s
 		}
-		for i := range plan.children {
-			plan.children[i].Sandbox = byWorkspace[plan.children[i].ID]
+		for i := range plan.Children {
+			plan.Children[i].Sandbox = byWorkspace[plan.Children[i].ID]
 		}
 		if source != "" {
-			plan.source, err = c.source(ctx, tx, source)
+			plan.Source, err = c.source(ctx, tx, source)
 		}
 		return err
 	})
@@ -146,8 +140,8 @@ func (c *Controller) loadChildren(ctx context.Context, t *task, children []child
 }
 
 // grow asks the runner for the children and ends the operation.
-func (c *Controller) grow(ctx context.Context, t *task, plan *forkPlan, allOrNothing bool) error {
-	got, err := c.callFork(ctx, plan)
+func (c *Controller) grow(ctx context.Context, t *task, plan *forkcall.Plan, allOrNothing bool) error {
+	got, err := c.forks.Fork(ctx, plan)
 	t.Lap("fork")
 	if err != nil {
 		return t.Abandon(ctx, err)
@@ -156,7 +150,7 @@ func (c *Controller) grow(ctx context.Context, t *task, plan *forkPlan, allOrNot
 }
 
 // endGrown ends the operation according to the runner's answer.
-func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkPlan, got []grownChild, allOrNothing bool) error {
+func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, allOrNothing bool) error {
 	ready := 0
 	for i := range got {
 		if got[i].Problem == nil {
@@ -170,15 +164,15 @@ func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkPlan, got 
 }
 
 // finishGrown writes the outcome of the children, in one transaction with a few statements, whatever their number.
-func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkPlan, got []grownChild) error {
+func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child) error {
 	err := t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		var ready []ReadyWorkspace
 		var failed []EndedWorkspace
-		for i, w := range plan.children {
+		for i, w := range plan.Children {
 			if p := got[i].Problem; p != nil {
 				failed = append(failed, EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: p.Code, Message: p.Message}})
 			} else {
-				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Given: got[i].given})
+				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Given: got[i].Given})
 			}
 		}
 		moved, err := tx.ReadyWorkspaces(ctx, ready)
@@ -201,7 +195,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkPlan, g
 			if p := result.Children[0].Problem; p != nil {
 				return nil, Result{}, p
 			}
-			out.Workspace, result.Workspace, result.Reseal = plan.children[0].ID, result.Children[0].Workspace, result.Children[0].Reseal
+			out.Workspace, result.Workspace, result.Reseal = plan.Children[0].ID, result.Children[0].Workspace, result.Children[0].Reseal
 		}
 		return out, result, nil
 	})
@@ -214,7 +208,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkPlan, g
 			c.grants.Wake()
 		}
 		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable || got[i].Sandbox != nil) {
-			gone = append(gone, plan.children[i].Sandbox.ID)
+			gone = append(gone, plan.Children[i].Sandbox.ID)
 		}
 	}
 	c.fleet.Drop(ctx, gone...)
@@ -239,12 +233,12 @@ func unready(ready []ReadyWorkspace, moved []Workspace) []EndedWorkspace {
 }
 
 // unmoved reads the rows of the children that did not become ready.
-func unmoved(ctx context.Context, tx Tx, plan *forkPlan, moved []Workspace) (map[core.WorkspaceID]Workspace, error) {
-	if len(moved) == len(plan.children) {
+func unmoved(ctx context.Context, tx Tx, plan *forkcall.Plan, moved []Workspace) (map[core.WorkspaceID]Workspace, error) {
+	if len(moved) == len(plan.Children) {
 		return nil, nil
 	}
-	ids := make([]core.WorkspaceID, len(plan.children))
-	for i, w := range plan.children {
+	ids := make([]core.WorkspaceID, len(plan.Children))
+	for i, w := range plan.Children {
 		ids[i] = w.ID
 	}
 	list, err := tx.WorkspacesByID(ctx, ids)
@@ -265,14 +259,14 @@ func whyUnready(id core.WorkspaceID, now Workspace) *core.Error {
 
 // gather puts the outcome together, in the requested order. A child that did not become ready was terminated meanwhile, or its runner
 // was given up.
-func gather(plan *forkPlan, got []grownChild, moved []Workspace, now map[core.WorkspaceID]Workspace) (Outcome, Result) {
+func gather(plan *forkcall.Plan, got []forkcall.Child, moved []Workspace, now map[core.WorkspaceID]Workspace) (Outcome, Result) {
 	byID := make(map[core.WorkspaceID]*Workspace, len(moved))
 	for i := range moved {
 		byID[moved[i].ID] = &moved[i]
 	}
 	var out Outcome
 	var result Result
-	for i, w := range plan.children {
+	for i, w := range plan.Children {
 		child := Child{Workspace: byID[w.ID], Reseal: got[i].Reseal, Timings: got[i].Timings}
 		switch {
 		case got[i].Problem != nil:
@@ -287,22 +281,22 @@ func gather(plan *forkPlan, got []grownChild, moved []Workspace, now map[core.Wo
 		}
 		out.Children, result.Children = append(out.Children, o), append(result.Children, child)
 	}
-	out.Checkpoint = plan.source.ID
-	if plan.source.ID != "" {
-		source := plan.source
+	out.Checkpoint = plan.Source.ID
+	if plan.Source.ID != "" {
+		source := plan.Source
 		result.Checkpoint = &source
 	}
 	return out, result
 }
 
-func reseals(t *task, plan *forkPlan, got []grownChild) []ResealRecord {
+func reseals(t *task, plan *forkcall.Plan, got []forkcall.Child) []ResealRecord {
 	var list []ResealRecord
-	for i, w := range plan.children {
+	for i, w := range plan.Children {
 		if got[i].Reseal == nil {
 			continue
 		}
 		list = append(list, ResealRecord{
-			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.Op().ID, CheckpointID: plan.source.ID, Report: *got[i].Reseal,
+			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.Op().ID, CheckpointID: plan.Source.ID, Report: *got[i].Reseal,
 			Epoch: w.Sandbox.Epoch, RunnerID: w.Sandbox.RunnerID, Attestation: got[i].Attestation,
 		})
 	}
@@ -310,7 +304,7 @@ func reseals(t *task, plan *forkPlan, got []grownChild) []ResealRecord {
 }
 
 // failGrown ends a fork that failed: no child became ready, or not every child did under all_or_nothing.
-func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkPlan, got []grownChild) error {
+func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child) error {
 	var first *runnerapi.Problem
 	var grown []core.SandboxID
 	failed := 0
@@ -322,7 +316,7 @@ func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkPlan, got
 			}
 		}
 		if got[i].Sandbox != nil {
-			grown = append(grown, plan.children[i].Sandbox.ID)
+			grown = append(grown, plan.Children[i].Sandbox.ID)
 		}
 	}
 	problem := first.Err()
@@ -330,8 +324,8 @@ func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkPlan, got
 		problem = core.Errorf(core.Unavailable, core.CodeForkFailed, "%d of %d children failed; the first: %s (%s)", failed, len(got), first.Message, first.Code)
 	}
 	err := t.Fail(ctx, problem, func(ctx context.Context, tx Tx) error {
-		ended := make([]EndedWorkspace, len(plan.children))
-		for i, w := range plan.children {
+		ended := make([]EndedWorkspace, len(plan.Children))
+		for i, w := range plan.Children {
 			why := failureOf(problem)
 			if p := got[i].Problem; p != nil {
 				why = &Failure{Code: p.Code, Message: p.Message}

@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/identity"
@@ -99,6 +100,12 @@ func newTenancy(c *Controller) *tenancy.Manager {
 func newGuests(c *Controller) *guestclient.Client {
 	guest := func(endpoint string, s core.SandboxID) http.RoundTripper { return c.runners.Guest(endpoint, s) }
 	return guestclient.New(guestclient.Config{Guest: guest, Timeout: c.cfg.GuestCall})
+}
+
+func newForks(c *Controller) *forkcall.Caller {
+	return forkcall.New(forkcall.Config{
+		Retry: c.cfg.RunnerRetry, Keys: c.dataKeys, Secrets: c.secrets, Grants: c.grants, Attestations: c.attestations, Log: c.log,
+	}, c.runners)
 }
 
 // makeParts makes the packages whose use cases are those of the controller.

@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/coppice-dev/coppice/controller/fleet"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -23,7 +24,7 @@ type restorePlan struct {
 	workspace Workspace // in its old epoch and sandbox
 	next      Sandbox
 	source    Checkpoint
-	loaded    bool // as in forkPlan
+	loaded    bool // as in forkcall.Plan
 }
 
 func (in *switchInput) made() made { return made{next: in.Next} }
@@ -85,8 +86,8 @@ func (in *switchInput) switchSandbox(ctx context.Context, c *Controller, t *task
 	child := plan.workspace
 	child.Sandbox = plan.next
 	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
-	grown := &forkPlan{children: []Workspace{child}, source: plan.source, loaded: plan.loaded}
-	got, err := c.callFork(ctx, grown)
+	grown := &forkcall.Plan{Children: []Workspace{child}, Source: plan.source, Loaded: plan.loaded}
+	got, err := c.forks.Fork(ctx, grown)
 	t.Lap("fork")
 	if err == nil {
 		err = got[0].Problem.Err()
@@ -97,9 +98,9 @@ func (in *switchInput) switchSandbox(ctx context.Context, c *Controller, t *task
 	return t.Advance(ctx, "drop", func(tx Tx) error { return in.record(ctx, tx, t, plan, got) })
 }
 
-func (in *switchInput) record(ctx context.Context, tx Tx, t *task, plan *restorePlan, got []grownChild) error {
+func (in *switchInput) record(ctx context.Context, tx Tx, t *task, plan *restorePlan, got []forkcall.Child) error {
 	op := t.Op()
-	if _, err := tx.SwitchWorkspace(ctx, op.WorkspaceID, in.Epoch, plan.next.ID, plan.source, got[0].given); err != nil {
+	if _, err := tx.SwitchWorkspace(ctx, op.WorkspaceID, in.Epoch, plan.next.ID, plan.source, got[0].Given); err != nil {
 		return err
 	}
 	if op.Kind == OpResumeWorkspace {
@@ -109,6 +110,6 @@ func (in *switchInput) record(ctx context.Context, tx Tx, t *task, plan *restore
 	}
 	child := plan.workspace
 	child.Sandbox = plan.next
-	tx.InsertReseals(reseals(t, &forkPlan{children: []Workspace{child}, source: plan.source}, got))
+	tx.InsertReseals(reseals(t, &forkcall.Plan{Children: []Workspace{child}, Source: plan.source}, got))
 	return nil
 }

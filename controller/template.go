@@ -115,7 +115,7 @@ func (k *createTemplate) work(ctx context.Context, c *Controller, t *task) error
 		return err
 	}
 	var got runnerapi.Checkpoint
-	err = c.insist(ctx, func() error {
+	err = c.forks.Insist(ctx, func() error {
 		var err error
 		got, err = c.runners.Template(ctx, cp.Endpoint, runnerapi.Template{CheckpointID: cp.ID, Image: cp.Image.Digest, Resources: cp.Resources})
 		return err
