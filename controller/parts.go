@@ -128,7 +128,7 @@ func (c *Controller) makeParts() {
 	}, partStore[idle.Tx]{store, func(tx AllTx) idle.Tx { return tx }})
 	c.Keeper = sessions.New(c.sessionsConfig(), partStore[sessions.Tx]{store, func(tx AllTx) sessions.Tx { return tx }})
 	c.Rounds = retention.New(retention.Config{
-		Delete: c.pruneRound, Batch: MaxPrune, Log: c.log,
+		Delete: c.pruneRound, Batch: retention.MaxDeletions, Log: c.log,
 		Failed: func() { c.metrics.choresFailed.WithLabelValues("retention").Inc() },
 	}, partStore[retention.Tx]{store, func(tx AllTx) retention.Tx { return tx }})
 	c.Sealer = sealing.New(sealing.Config{
