@@ -10,34 +10,36 @@ const SystemProject = core.SystemProject
 
 // The rows that packages below the controller share. Package model has them.
 type (
-	Scope          = model.Scope
-	Page           = model.Page
-	Project        = model.Project
-	Quotas         = model.Quotas
-	AllowAll       = model.AllowAll
-	Encryption     = model.Encryption
-	Key            = model.Key
-	ImageRef       = model.ImageRef
-	Image          = model.Image
-	Failure        = model.Failure
-	Stall          = model.Stall
-	IdleAction     = model.IdleAction
-	Rest           = model.Rest
-	Workspace      = model.Workspace
-	EndedWorkspace = model.EndedWorkspace
-	Sandbox        = model.Sandbox
-	CheckpointKind = model.CheckpointKind
-	Checkpoint     = model.Checkpoint
-	Imported       = model.Imported
-	Ancestor       = model.Ancestor
-	TreeNode       = model.TreeNode
-	ResealRecord   = model.ResealRecord
-	Seal           = model.Seal
-	SealState      = model.SealState
-	Runner         = model.Runner
-	Session        = model.Session
-	AttachToken    = model.AttachToken
-	Port           = model.Port
+	Scope           = model.Scope
+	Page            = model.Page
+	Project         = model.Project
+	Quotas          = model.Quotas
+	AllowAll        = model.AllowAll
+	Encryption      = model.Encryption
+	Key             = model.Key
+	ImageRef        = model.ImageRef
+	Image           = model.Image
+	Failure         = model.Failure
+	Stall           = model.Stall
+	IdleAction      = model.IdleAction
+	Rest            = model.Rest
+	Workspace       = model.Workspace
+	EndedWorkspace  = model.EndedWorkspace
+	WorkspaceFilter = model.WorkspaceFilter
+	ReadyWorkspace  = model.ReadyWorkspace
+	Sandbox         = model.Sandbox
+	CheckpointKind  = model.CheckpointKind
+	Checkpoint      = model.Checkpoint
+	Imported        = model.Imported
+	Ancestor        = model.Ancestor
+	TreeNode        = model.TreeNode
+	ResealRecord    = model.ResealRecord
+	Seal            = model.Seal
+	SealState       = model.SealState
+	Runner          = model.Runner
+	Session         = model.Session
+	AttachToken     = model.AttachToken
+	Port            = model.Port
 )
 
 // The values of these types.

@@ -72,25 +72,6 @@ type Tx interface {
 	FleetTx
 }
 
-// WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.
-type WorkspaceFilter struct {
-	Page
-	Name     string
-	IDSuffix string
-	States   []core.WorkspaceState
-	Labels   map[string]*string // nil: the key alone
-	Head     core.CheckpointID
-	Parent   core.CheckpointID
-}
-
-// ReadyWorkspace moves a workspace to ready in the sandbox that it has waited for.
-type ReadyWorkspace struct {
-	ID      core.WorkspaceID
-	Epoch   int64
-	Sandbox core.SandboxID
-	Given   grants.Given // what its runner was told
-}
-
 // WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in
 // another epoch, changes nothing and returns a STATE_CONFLICT (single) or leaves it out of its answer (batches).
 type WorkspaceTx interface {
