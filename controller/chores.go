@@ -26,7 +26,7 @@ func (c *Controller) chores() []Chore {
 	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
-		{Name: "overdue", Every: idle.Every, Do: c.suspendOverdue},
+		{Name: "overdue", Every: idle.Every, Do: c.idle.SuspendOverdue},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
 		{Name: "roll_usage", Every: sweepInterval, Do: c.Tenancy.RollUsage},
 		{Name: "sweep_tokens", Every: sweepInterval, Do: keeper.SweepTokens},
