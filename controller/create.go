@@ -126,9 +126,9 @@ func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) erro
 		case got == nil:
 			return err
 		case err != nil:
-			return c.failGrown(ctx, t, plan, got)
+			return c.failGrown(ctx, t, plan, got, growth{one: true})
 		}
-		return c.finishGrown(ctx, t, plan, got)
+		return c.finishGrown(ctx, t, plan, got, growth{one: true})
 	}
 }
 

@@ -51,21 +51,25 @@ func (r ForkRequest) names() ([]string, error) {
 	return names, nil
 }
 
-// forkCheckpoint is the kinds fork_checkpoint and restore_checkpoint: it grows workspaces from a checkpoint.
+// forkCheckpoint is the kind fork_checkpoint: it grows workspaces from a checkpoint.
 type forkCheckpoint struct{ growInput }
+
+// restoreCheckpoint is the kind restore_checkpoint: it grows one workspace from a checkpoint.
+type restoreCheckpoint struct{ growInput }
 
 // ForkCheckpoint grows workspaces from a checkpoint.
 func (c *Controller) ForkCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
-	return c.fork(ctx, project, OpForkCheckpoint, id, req, wait)
+	return c.fork(ctx, project, OpForkCheckpoint, func(in growInput) kind { return &forkCheckpoint{in} }, id, req, wait)
 }
 
 // RestoreCheckpoint grows one workspace, with a name, from a checkpoint.
 func (c *Controller) RestoreCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
 	req.Count = 1
-	return c.fork(ctx, project, OpRestoreCheckpoint, id, req, wait)
+	return c.fork(ctx, project, OpRestoreCheckpoint, func(in growInput) kind { return &restoreCheckpoint{in} }, id, req, wait)
 }
 
-func (c *Controller) fork(ctx context.Context, project core.ProjectID, of OperationKind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
+// fork begins an operation that grows workspaces from a checkpoint. as makes its kind.
+func (c *Controller) fork(ctx context.Context, project core.ProjectID, of OperationKind, as func(growInput) kind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
 	names, err := req.names()
 	if err != nil {
 		return Answer{}, err
@@ -99,9 +103,9 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 		if err := inheritPreviews(ctx, tx, source, children); err != nil {
 			return nil, err
 		}
-		return &forkCheckpoint{growInput{
+		return as(growInput{
 			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkcall.Plan{Children: children, Source: source},
-		}}, nil
+		}), nil
 	}
 	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
 }
@@ -142,5 +146,13 @@ func (k *forkCheckpoint) work(ctx context.Context, c *Controller, t *task) error
 	if err != nil {
 		return err
 	}
-	return c.grow(ctx, t, plan, k.AllOrNothing)
+	return c.grow(ctx, t, plan, growth{allOrNothing: k.AllOrNothing})
+}
+
+func (k *restoreCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
+	if err != nil {
+		return err
+	}
+	return c.grow(ctx, t, plan, growth{one: true})
 }

@@ -81,7 +81,7 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 	}
 	if t.Op().Step == "fork" {
 		fork.Source = plan.checkpoint
-		return c.grow(ctx, t, fork, k.AllOrNothing)
+		return c.grow(ctx, t, fork, growth{allOrNothing: k.AllOrNothing})
 	}
 	got, err := k.call(ctx, c, t, plan, runnerapi.Capture{Fork: true})
 	if err != nil {
@@ -100,7 +100,7 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 	if err != nil {
 		return err
 	}
-	return c.endGrown(ctx, t, fork, grown, k.AllOrNothing)
+	return c.endGrown(ctx, t, fork, grown, growth{allOrNothing: k.AllOrNothing})
 }
 
 // recordCapture writes the capture and the step, so that the parent continues.

@@ -139,32 +139,38 @@ func (c *Controller) loadChildren(ctx context.Context, t *task, children []child
 	return plan, err
 }
 
+// growth says when a fork has succeeded, and what its result is.
+type growth struct {
+	one          bool // the operation is for one workspace, which is its result; the failure of the workspace is that of the operation
+	allOrNothing bool // it has failed when one child has
+}
+
 // grow asks the runner for the children and ends the operation.
-func (c *Controller) grow(ctx context.Context, t *task, plan *forkcall.Plan, allOrNothing bool) error {
+func (c *Controller) grow(ctx context.Context, t *task, plan *forkcall.Plan, of growth) error {
 	got, err := c.forks.Fork(ctx, plan)
 	t.Lap("fork")
 	if err != nil {
 		return t.Abandon(ctx, err)
 	}
-	return c.endGrown(ctx, t, plan, got, allOrNothing)
+	return c.endGrown(ctx, t, plan, got, of)
 }
 
 // endGrown ends the operation according to the runner's answer.
-func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, allOrNothing bool) error {
+func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
 	ready := 0
 	for i := range got {
 		if got[i].Problem == nil {
 			ready++
 		}
 	}
-	if ready == 0 || allOrNothing && ready < len(got) {
-		return c.failGrown(ctx, t, plan, got)
+	if ready == 0 || of.allOrNothing && ready < len(got) {
+		return c.failGrown(ctx, t, plan, got, of)
 	}
-	return c.finishGrown(ctx, t, plan, got)
+	return c.finishGrown(ctx, t, plan, got, of)
 }
 
 // finishGrown writes the outcome of the children, in one transaction with a few statements, whatever their number.
-func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child) error {
+func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
 	err := t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		var ready []ReadyWorkspace
 		var failed []EndedWorkspace
@@ -191,7 +197,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkcall.Pl
 			return nil, Result{}, err
 		}
 		out, result := gather(plan, got, moved, now)
-		if of := t.Op().Kind; of == OpCreateWorkspace || of == OpRestoreCheckpoint {
+		if of.one {
 			if p := result.Children[0].Problem; p != nil {
 				return nil, Result{}, p
 			}
@@ -304,7 +310,7 @@ func reseals(t *task, plan *forkcall.Plan, got []forkcall.Child) []ResealRecord 
 }
 
 // failGrown ends a fork that failed: no child became ready, or not every child did under all_or_nothing.
-func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child) error {
+func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
 	var first *runnerapi.Problem
 	var grown []core.SandboxID
 	failed := 0
@@ -320,7 +326,7 @@ func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan
 		}
 	}
 	problem := first.Err()
-	if of := t.Op().Kind; of == OpForkCheckpoint || of == OpForkWorkspace {
+	if !of.one {
 		problem = core.Errorf(core.Unavailable, core.CodeForkFailed, "%d of %d children failed; the first: %s (%s)", failed, len(got), first.Message, first.Code)
 	}
 	err := t.Fail(ctx, problem, func(ctx context.Context, tx Tx) error {

@@ -42,7 +42,7 @@ var kinds = map[OperationKind]func() kind{
 	OpCreateTemplate:     func() kind { return new(createTemplate) },
 	OpCreateCheckpoint:   func() kind { return new(createCheckpoint) },
 	OpForkCheckpoint:     func() kind { return new(forkCheckpoint) },
-	OpRestoreCheckpoint:  func() kind { return new(forkCheckpoint) }, // of one child
+	OpRestoreCheckpoint:  func() kind { return new(restoreCheckpoint) },
 	OpForkWorkspace:      func() kind { return new(forkWorkspace) },
 	OpRestoreWorkspace:   func() kind { return new(restoreWorkspace) },
 	OpTerminateWorkspace: func() kind { return new(terminateWorkspace) },

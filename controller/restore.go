@@ -99,7 +99,7 @@ func (k *restoreWorkspace) work(ctx context.Context, c *Controller, t *task) err
 	}
 	op := t.Op()
 	if op.Step == "fork" {
-		if err := k.switchSandbox(ctx, c, t, plan); err != nil {
+		if err := k.switchSandbox(ctx, c, t, plan, false); err != nil {
 			return err
 		}
 	}

@@ -117,7 +117,7 @@ func (k *resumeWorkspace) work(ctx context.Context, c *Controller, t *task) erro
 	}
 	op := t.Op()
 	if op.Step == "fork" {
-		if err := k.switchSandbox(ctx, c, t, plan); err != nil {
+		if err := k.switchSandbox(ctx, c, t, plan, true); err != nil {
 			return err
 		}
 	}

@@ -32,7 +32,7 @@ func TestStoredInputs(t *testing.T) {
 		{OpCreateTemplate, `{"capture":"ckpt_2"}`, &createTemplate{Capture: "ckpt_2"}},
 		{OpCreateCheckpoint, `{` + capture + `}`, &createCheckpoint{captured}},
 		{OpForkCheckpoint, `{` + children + `,"all_or_nothing":true,"source":"ckpt_1"}`, &forkCheckpoint{growInput{Children: list, AllOrNothing: true, Source: "ckpt_1"}}},
-		{OpRestoreCheckpoint, `{` + children + `,"source":"ckpt_1"}`, &forkCheckpoint{growInput{Children: list, Source: "ckpt_1"}}},
+		{OpRestoreCheckpoint, `{` + children + `,"source":"ckpt_1"}`, &restoreCheckpoint{growInput{Children: list, Source: "ckpt_1"}}},
 		{OpForkWorkspace, `{` + children + `,"all_or_nothing":true,` + capture + `}`, &forkWorkspace{captureInput: captured, Children: list, AllOrNothing: true}},
 		{OpRestoreWorkspace, `{` + switched + `}`, &restoreWorkspace{next}},
 		{OpTerminateWorkspace, `{"epoch":3}`, &terminateWorkspace{Epoch: 3}},

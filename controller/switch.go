@@ -81,8 +81,8 @@ func (in *switchInput) load(ctx context.Context, c *Controller, t *task) (*resto
 	return plan, err
 }
 
-// switchSandbox grows the new sandbox and puts the workspace into it.
-func (in *switchInput) switchSandbox(ctx context.Context, c *Controller, t *task, plan *restorePlan) error {
+// switchSandbox grows the new sandbox and puts the workspace into it. With sessions, its sessions go on there.
+func (in *switchInput) switchSandbox(ctx context.Context, c *Controller, t *task, plan *restorePlan, sessions bool) error {
 	child := plan.workspace
 	child.Sandbox = plan.next
 	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
@@ -95,16 +95,16 @@ func (in *switchInput) switchSandbox(ctx context.Context, c *Controller, t *task
 	if err != nil {
 		return err
 	}
-	return t.Advance(ctx, "drop", func(tx Tx) error { return in.record(ctx, tx, t, plan, got) })
+	return t.Advance(ctx, "drop", func(tx Tx) error { return in.record(ctx, tx, t, plan, got, sessions) })
 }
 
-func (in *switchInput) record(ctx context.Context, tx Tx, t *task, plan *restorePlan, got []forkcall.Child) error {
-	op := t.Op()
-	if _, err := tx.SwitchWorkspace(ctx, op.WorkspaceID, in.Epoch, plan.next.ID, plan.source, got[0].Given); err != nil {
+func (in *switchInput) record(ctx context.Context, tx Tx, t *task, plan *restorePlan, got []forkcall.Child, sessions bool) error {
+	workspace := t.Op().WorkspaceID
+	if _, err := tx.SwitchWorkspace(ctx, workspace, in.Epoch, plan.next.ID, plan.source, got[0].Given); err != nil {
 		return err
 	}
-	if op.Kind == OpResumeWorkspace {
-		if err := tx.MoveSessions(ctx, op.WorkspaceID, in.Epoch, plan.next.ID); err != nil {
+	if sessions {
+		if err := tx.MoveSessions(ctx, workspace, in.Epoch, plan.next.ID); err != nil {
 			return err
 		}
 	}
