@@ -15,4 +15,7 @@
 // claim: if another controller has claimed the operation meanwhile, it changes nothing. A controller
 // that finds an operation with an expired lease reads its Work from the row and runs it again from its
 // step. So whatever a Work does outside of the database can be repeated.
+//
+// Cancel only marks the row. The engine that works on the operation looks for such marks, ends the
+// context of the Work, and then has it take back what it has begun.
 package operations

@@ -59,7 +59,7 @@ func (p *Plan) Deletions(remove []Removal) *Deletions {
 	return out
 }
 
-// Cascade plans the deletion of a checkpoint and, with cascade, of everything that grew from it. It fails if one of these checkpoints cannot
+// Cascade plans the deletion of a checkpoint and, with cascade, of everything that descends from it. It fails if one of these checkpoints cannot
 // be deleted.
 func (r *Rounds) Cascade(ctx context.Context, project core.ProjectID, id core.CheckpointID, cascade bool) (*Deletions, error) {
 	out, held := &Deletions{}, []Node{}
