@@ -162,7 +162,7 @@ func checkTests(all map[string]names, cell string) error {
 
 // unlisted are constants that are named like bounds and have no row in docs/LIMITS.md, with the reason.
 var unlisted = map[string]string{
-	"controller/ratelimit.maxFailureDelay":                "a time: the longest delay of an answer to a wrong key",
+	"controller/ratelimit.maxFailureDelay":      "a time: the longest delay of an answer to a wrong key",
 	"controller/identity.maxLabel":              "a format: the length of a DNS label",
 	"controller/storecheck.maxNeeders":          "a format: how many checkpoints a message names",
 	"controller/countersign.maxAge":             "a time",
