@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -35,23 +36,19 @@ type capturing struct {
 
 // capture begins when no other capture of the workspace runs: checkpoints of one workspace take turns.
 func (c *Controller) capture(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration, what capturing) (Answer, error) {
-	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (t *Task, err error) {
+	return c.queue(ctx, project, wait, func(ctx context.Context) (t *task, err error) {
 		err = c.whenReady(ctx, project, id, func() error {
 			t, err = c.beginCapture(ctx, project, id, what)
 			return err
 		})
 		return t, err
 	})
-	if err != nil {
-		return Answer{}, err
-	}
-	return t.await(ctx, wait)
 }
 
 // beginCapture begins a capture of a workspace. The workspace must be ready and meet the further condition, if there is one.
-func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, id core.WorkspaceID, what capturing) (*Task, error) {
+func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, id core.WorkspaceID, what capturing) (*task, error) {
 	op := Operation{ProjectID: project, Kind: what.kind, Step: "capture", WorkspaceID: id}
-	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
+	return c.begin(ctx, op, func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
 		if what.forks {
 			tx.HoldRules(project)
 		}
@@ -88,19 +85,19 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, i
 func (in *captureInput) made() made { return made{capture: in.Capture} }
 
 // takeBack lets the workspace go on without the capture.
-func (in *captureInput) takeBack(ctx context.Context, tx Tx, t *Task) error {
-	_, err := tx.CapturedWorkspace(ctx, t.op.WorkspaceID, in.Epoch, nil)
+func (in *captureInput) takeBack(ctx context.Context, tx Tx, op Operation) error {
+	_, err := tx.CapturedWorkspace(ctx, op.WorkspaceID, in.Epoch, nil)
 	return err
 }
 
-func (in *captureInput) load(ctx context.Context, t *Task) (*capturePlan, error) {
+func (in *captureInput) load(ctx context.Context, t *task) (*capturePlan, error) {
 	if in.plan != nil {
 		return in.plan, nil
 	}
 	plan := &capturePlan{}
-	err := t.load(ctx, func(tx Tx) error {
+	err := t.Load(ctx, func(tx Tx) error {
 		var err error
-		if plan.workspace, err = tx.Workspace(ctx, t.op.WorkspaceID); err != nil {
+		if plan.workspace, err = tx.Workspace(ctx, t.Op().WorkspaceID); err != nil {
 			return err
 		}
 		if plan.checkpoint, err = tx.Checkpoint(ctx, in.Capture); err != nil {
@@ -117,56 +114,56 @@ func (in *captureInput) load(ctx context.Context, t *Task) (*capturePlan, error)
 }
 
 // call asks the runner for the capture. how says what it is for.
-func (in *captureInput) call(ctx context.Context, t *Task, plan *capturePlan, how runnerapi.Capture) (runnerapi.Checkpoint, error) {
+func (in *captureInput) call(ctx context.Context, c *Controller, t *task, plan *capturePlan, how runnerapi.Capture) (runnerapi.Checkpoint, error) {
 	how.CheckpointID, how.Parent = plan.checkpoint.ID, plan.checkpoint.Parent
 	var got runnerapi.Checkpoint
-	err := t.c.insist(ctx, func() error {
+	err := c.forks.Insist(ctx, func() error {
 		if how.Stop { // after a suspension the machine is gone
-			if err := t.hold(ctx); err != nil {
+			if err := t.CheckLease(ctx); err != nil {
 				return err
 			}
 		}
 		var err error
-		got, err = t.c.runners.Capture(ctx, plan.checkpoint.Endpoint, in.Sandbox, how)
+		got, err = c.runners.Capture(ctx, plan.checkpoint.Endpoint, in.Sandbox, how)
 		return err
 	})
-	t.watch.Lap("capture")
+	t.Lap("capture")
 	return got, err
 }
 
 // record writes a capture that succeeded. The workspace continues, unless it was terminated meanwhile; the checkpoint is valid in
 // both cases.
-func (in *captureInput) record(ctx context.Context, tx Tx, t *Task, plan *capturePlan, got runnerapi.Checkpoint) error {
+func (in *captureInput) record(ctx context.Context, tx Tx, t *task, plan *capturePlan, got runnerapi.Checkpoint) error {
 	cp, err := tx.CaptureCheckpoint(ctx, plan.checkpoint.ID, plan.checkpoint.RunnerID, got)
 	if err != nil {
 		return err
 	}
 	cp.Egress, cp.Allow, cp.Env = plan.checkpoint.Egress, plan.checkpoint.Allow, plan.checkpoint.Env
 	plan.checkpoint = cp
-	_, err = tx.CapturedWorkspace(ctx, t.op.WorkspaceID, in.Epoch, &cp)
+	_, err = tx.CapturedWorkspace(ctx, t.Op().WorkspaceID, in.Epoch, &cp)
 	if core.CodeOf(err) == core.CodeStateConflict {
 		return nil
 	}
 	return err
 }
 
-// failed abandons a capture. If the runner no longer has the sandbox, the workspace is lost, unless it has another sandbox by
-// now.
-func (in *captureInput) failed(ctx context.Context, t *Task, problem error) error {
-	c := t.c
+// captureFailed ends an operation whose capture failed. If the runner no longer has the sandbox, the workspace is lost, unless it has another
+// sandbox by now. In other cases all is taken back.
+func (c *Controller) captureFailed(ctx context.Context, t *task, k kind, sandbox core.SandboxID, problem error) error {
 	if core.CodeOf(problem) != core.CodeSandboxNotFound {
-		return c.abandon(ctx, t, problem)
+		return t.Abandon(ctx, problem)
 	}
-	why := "its runner has no sandbox " + string(in.Sandbox) + " any more"
+	workspace := t.Op().WorkspaceID
+	why := "its runner has no sandbox " + string(sandbox) + " any more"
 	var lost []Workspace
-	err := c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) (err error) {
+	err := k.made().takeBack(ctx, c, t, problem, func(ctx context.Context, tx Tx) (err error) {
 		lost, err = tx.EndWorkspaces(ctx, []EndedWorkspace{{
-			ID: t.op.WorkspaceID, To: core.WorkspaceLost, Sandbox: in.Sandbox, Failure: &Failure{Code: core.CodeSandboxLost, Message: why},
+			ID: workspace, To: core.WorkspaceLost, Sandbox: sandbox, Failure: &Failure{Code: core.CodeSandboxLost, Message: why},
 		}})
 		return err
 	})
 	if err == nil && len(lost) > 0 {
-		c.log.WarnContext(ctx, "workspace lost", "workspace_id", t.op.WorkspaceID, "cause", why)
+		c.log.WarnContext(ctx, "workspace lost", "workspace_id", workspace, "cause", why)
 	}
 	return err
 }
@@ -175,7 +172,7 @@ func (in *captureInput) failed(ctx context.Context, t *Task, problem error) erro
 func (c *Controller) whenReady(ctx context.Context, project core.ProjectID, id core.WorkspaceID, do func() error) error {
 	until := time.Now().Add(c.cfg.CaptureWait)
 	for {
-		changed := c.captureEnd(id)
+		changed := c.captures.next(id)
 		err := do()
 		if code := core.CodeOf(err); code != core.CodeWorkspaceNotReady && code != core.CodeStateConflict {
 			return err
@@ -202,23 +199,33 @@ func (c *Controller) whenReady(ctx context.Context, project core.ProjectID, id c
 	}
 }
 
-// captureEnd returns a channel that is closed when a capture of the workspace by this controller ends.
-func (c *Controller) captureEnd(id core.WorkspaceID) <-chan struct{} {
+// captureEnds wakes those who wait until a capture of a workspace by this controller ends. The zero value is ready.
+type captureEnds struct {
+	// mu guards ends.
+	mu   sync.Mutex
+	ends map[core.WorkspaceID]chan struct{}
+}
+
+// next returns a channel that is closed when the next capture of the workspace ends.
+func (c *captureEnds) next(id core.WorkspaceID) <-chan struct{} {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	ch, ok := c.released[id]
+	ch, ok := c.ends[id]
 	if !ok {
+		if c.ends == nil {
+			c.ends = map[core.WorkspaceID]chan struct{}{}
+		}
 		ch = make(chan struct{})
-		c.released[id] = ch
+		c.ends[id] = ch
 	}
 	return ch
 }
 
-func (c *Controller) captureEnded(id core.WorkspaceID) {
+func (c *captureEnds) ended(id core.WorkspaceID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if ch, ok := c.released[id]; ok {
+	if ch, ok := c.ends[id]; ok {
 		close(ch)
-		delete(c.released, id)
+		delete(c.ends, id)
 	}
 }

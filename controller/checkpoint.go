@@ -29,20 +29,19 @@ func asCheckpoint(_ context.Context, _ Tx, in captureInput, _ int) (kind, error)
 	return &createCheckpoint{in}, nil
 }
 
-func (k *createCheckpoint) work(ctx context.Context, t *Task) error {
-	c := t.c
-	defer c.captureEnded(t.op.WorkspaceID)
+func (k *createCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
+	defer c.captures.ended(t.Op().WorkspaceID)
 	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}
-	got, err := k.call(ctx, t, plan, runnerapi.Capture{})
+	got, err := k.call(ctx, c, t, plan, runnerapi.Capture{})
 	if err != nil {
-		return k.failed(ctx, t, err)
+		return c.captureFailed(ctx, t, k, k.Sandbox, err)
 	}
-	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		if err := k.record(ctx, tx, t, plan, got); err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
 		cp := plan.checkpoint
 		return Outcome{Checkpoint: cp.ID}, Result{Checkpoint: &cp}, nil

@@ -26,7 +26,7 @@ func (c *Controller) chores() []Chore {
 	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
-		{Name: "overdue", Every: idle.Every, Do: c.suspendOverdue},
+		{Name: "overdue", Every: idle.Every, Do: c.idle.SuspendOverdue},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
 		{Name: "roll_usage", Every: sweepInterval, Do: c.Tenancy.RollUsage},
 		{Name: "sweep_tokens", Every: sweepInterval, Do: keeper.SweepTokens},
@@ -61,6 +61,15 @@ func (c *Controller) choreLoop(ctx context.Context) {
 	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
 		if err := c.store.Chores(ctx, c.chores(), c.log); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "chores ended", "err", err)
+		}
+	})
+}
+
+// listenLoop listens for operations that other controllers have ended, and for keys that they have revoked.
+func (c *Controller) listenLoop(ctx context.Context) {
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
+		if err := c.store.Listen(ctx, c.operations.WakeWaiters, c.Tenancy.KeyEnded); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "notifications ended", "err", err)
 		}
 	})
 }

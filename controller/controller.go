@@ -3,10 +3,7 @@ package controller
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
-	"os"
-	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -19,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/idle"
@@ -133,9 +131,6 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// errShutdown ends the operations of a controller that stops; another one, or the next start, resumes them.
-var errShutdown = errors.New("the controller is stopping")
-
 // Controller runs the use cases. Make it with New; it works only while Run does.
 type Controller struct {
 	*ratelimit.Limiter
@@ -155,34 +150,22 @@ type Controller struct {
 	store   ownStore
 	runners Runners
 	log     *slog.Logger
-	owner   string // the owner of operation leases: this process; never reused
 
-	runCtx context.Context // the lifetime of operations, which outlives every request
-	stop   context.CancelCauseFunc
-	tasks  sync.WaitGroup
-	wake   chan struct{} // size 1: look for operations to claim
-	ended  chan core.OperationID
+	operations *engine
+	captures   captureEnds
 
-	// mu guards the fields below.
-	mu       sync.Mutex
-	closing  bool
-	running  map[core.OperationID]*Task
-	starting map[core.OperationID]bool            // being inserted here
-	waiters  map[core.OperationID][]chan struct{} // for operations that others run
-	released map[core.WorkspaceID]chan struct{}   // closed when a capture of ours ends
-
-	metrics   *metrics
-	journal   *flows.Journal
-	admission admission
-	marks     sweep.Marks
-	secrets   *secretstore.Keeper
-	dataKeys  *datakeys.Keeper
-	grants    *grants.Manager
-	guests    *guestclient.Client
-	idle      *idle.Keeper
-	ports     *ports.Forwarder
-	previews  *previews.Manager
-	fleet     *fleet.Fleet
+	metrics  *metrics
+	journal  *flows.Journal
+	marks    sweep.Marks
+	secrets  *secretstore.Keeper
+	dataKeys *datakeys.Keeper
+	grants   *grants.Manager
+	guests   *guestclient.Client
+	idle     *idle.Keeper
+	ports    *ports.Forwarder
+	previews *previews.Manager
+	fleet    *fleet.Fleet
+	forks    *forkcall.Caller
 
 	attestations *attestations.Keeper
 
@@ -192,23 +175,15 @@ type Controller struct {
 
 // New makes a controller. It starts nothing. If the authority cannot be used, Bootstrap, Run and Ready fail.
 func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller {
-	ctx, stop := context.WithCancelCause(context.Background())
-	host, err := os.Hostname()
-	if err != nil {
-		host = "unknown"
-	}
 	c := &Controller{
-		cfg: cfg.withDefaults(), store: ownStore{store}, runners: runners, log: log,
-		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
-		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
-		Limiter: ratelimit.New(cfg.Limits),
-		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{},
+		cfg: cfg.withDefaults(), store: ownStore{store}, runners: runners, log: log, Limiter: ratelimit.New(cfg.Limits),
 	}
 	if c.cfg.Metrics == nil {
 		c.cfg.Metrics = prometheus.NewRegistry()
 	}
 	c.Events = newEvents(c)
-	c.guests = newGuests(c) // before the metrics: they read these two as soon as they are registered
+	c.guests = newGuests(c) // before the metrics, which read these three as soon as they are registered
+	c.operations = newEngine(c)
 	c.metrics = newMetrics(c, c.cfg.Metrics)
 	c.journal = newJournal(c)
 	c.secrets = secretstore.New(c.cfg.Wrapper, partStore[secretstore.Tx]{store, func(tx AllTx) secretstore.Tx { return tx }}, log)
@@ -217,6 +192,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c.grants = newGrants(c)
 	c.makeParts()
 	if c.cfg.Authority != nil {
+		var err error
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
 			c.countersigner = nil
 			c.unusable = core.Wrapf(err, core.Unavailable, core.CodeAuthorityUnusable,
@@ -225,6 +201,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		}
 	}
 	c.attestations = newAttestations(c)
+	c.forks = newForks(c)
 	return c
 }
 
@@ -235,43 +212,24 @@ func (c *Controller) Run(ctx context.Context) error {
 		return c.unusable
 	}
 	if c.cfg.Sole {
-		if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ReleaseOthers(ctx, c.owner) }); err != nil {
-			c.log.WarnContext(ctx, "operations of an earlier process rest until their leases end", "err", err)
+		if err := c.operations.TakeOver(ctx); err != nil {
+			c.log.WarnContext(ctx, "operations of an earlier process wait until their leases end", "err", err)
 		}
 	}
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.notifyLoop, c.listenLoop, c.Tenancy.Run, c.limitLoop, c.Events.Run} {
+	for _, loop := range []func(context.Context){c.operations.Run, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.listenLoop, c.Tenancy.Run, c.limitLoop, c.Events.Run} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil
 		})
 	}
 	<-ctx.Done()
-	c.mu.Lock()
-	c.closing = true
-	c.mu.Unlock()
-	done := make(chan struct{})
-	go func() {
-		c.tasks.Wait()
-		close(done)
-	}()
-	grace := time.NewTimer(c.cfg.ShutdownGrace)
-	defer grace.Stop()
-	select {
-	case <-done:
-	case <-grace.C:
-	}
-	c.stop(errShutdown)
-	<-done
+	c.operations.Stop(c.cfg.ShutdownGrace)
 	endLoops()
 	err := loops.Wait()
-	release, cancel := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
-	defer cancel()
-	if releaseErr := c.store.InTx(release, System(), func(tx Tx) error { return tx.ReleaseOperations(release, c.owner) }); releaseErr != nil {
-		c.log.WarnContext(ctx, "operation leases were not given up", "err", releaseErr)
-	}
+	c.operations.Release(ctx)
 	return err
 }
 

@@ -2,12 +2,11 @@ package controller
 
 import (
 	"context"
-	"errors"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/placement"
-	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -44,13 +43,13 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 	if err := grants.CheckMode(req.Egress, req.Allow); err != nil {
 		return Answer{}, err
 	}
-	image, err := c.findImage(ctx, req.Image)
+	image, err := c.fleet.FindImage(ctx, req.Image)
 	if err != nil {
-		err = c.repeated(ctx, project, err)
-		if again, ok := errors.AsType[*request.RepeatError](err); ok {
-			return c.repeatTask(project, again).await(ctx, wait)
+		t, err := c.operations.Earlier(ctx, project, err)
+		if err != nil {
+			return Answer{}, err
 		}
-		return Answer{}, err
+		return t.Await(ctx, wait)
 	}
 	op := Operation{ProjectID: project, Kind: OpCreateWorkspace, Step: "template"}
 	admit := func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
@@ -77,29 +76,24 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 			return nil, err
 		}
 		op.WorkspaceID = list[0].ID
-		k := &createWorkspace{growInput{Children: childInputs(list), plan: &forkPlan{children: list}}}
+		k := &createWorkspace{growInput{Children: childInputs(list), plan: &forkcall.Plan{Children: list}}}
 		if op.Step == "fork" {
-			k.plan.source, k.Source, op.CheckpointID = template, template.ID, template.ID
+			k.plan.Source, k.Source, op.CheckpointID = template, template.ID, template.ID
 		}
 		return k, nil
 	}
-	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.begin(ctx, InProject(project), op, admit) })
-	if err != nil {
-		return Answer{}, err
-	}
-	return t.await(ctx, wait)
+	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
 }
 
-func (k *createWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	plan, err := k.load(ctx, t)
+func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	if parent := plan.children[0].Parent; t.op.Step == "fork" && plan.source.ID == "" && parent != "" {
-		err := t.load(ctx, func(tx Tx) error {
+	if parent := plan.Children[0].Parent; t.Op().Step == "fork" && plan.Source.ID == "" && parent != "" {
+		err := t.Load(ctx, func(tx Tx) error {
 			var err error
-			plan.source, err = c.source(ctx, tx, parent)
+			plan.Source, err = c.source(ctx, tx, parent)
 			return err
 		})
 		if err != nil {
@@ -107,14 +101,14 @@ func (k *createWorkspace) work(ctx context.Context, t *Task) error {
 		}
 	}
 	for attempt := 0; ; attempt++ {
-		if t.op.Step != "fork" {
+		if t.Op().Step != "fork" {
 			if err := c.fromTemplate(ctx, t, plan, attempt > 0); err != nil {
 				return err
 			}
-			t.watch.Lap("template")
+			t.Lap("template")
 		}
-		got, err := c.callFork(ctx, plan)
-		t.watch.Lap("fork")
+		got, err := c.forks.Fork(ctx, plan)
+		t.Lap("fork")
 		if err == nil && got[0].Problem != nil {
 			err = got[0].Problem.Err()
 		}
@@ -124,7 +118,7 @@ func (k *createWorkspace) work(ctx context.Context, t *Task) error {
 				return dropErr
 			}
 			if again {
-				t.op.Step = "template"
+				t.Back("template")
 				continue
 			}
 		}
@@ -132,16 +126,16 @@ func (k *createWorkspace) work(ctx context.Context, t *Task) error {
 		case got == nil:
 			return err
 		case err != nil:
-			return c.failGrown(ctx, t, plan, got)
+			return c.failGrown(ctx, t, plan, got, growth{one: true})
 		}
-		return c.finishGrown(ctx, t, plan, got)
+		return c.finishGrown(ctx, t, plan, got, growth{one: true})
 	}
 }
 
 // withoutTemplate reports whether a workspace that could not be made from the plan's template should be made from another one.
-func (c *Controller) withoutTemplate(ctx context.Context, plan *forkPlan, problem error) (bool, error) {
-	template := plan.source
-	elsewhere := template.RunnerID != plan.children[0].Sandbox.RunnerID
+func (c *Controller) withoutTemplate(ctx context.Context, plan *forkcall.Plan, problem error) (bool, error) {
+	template := plan.Source
+	elsewhere := template.RunnerID != plan.Children[0].Sandbox.RunnerID
 	switch core.CodeOf(problem) {
 	case core.CodeIncompatibleHost: // the runner was restarted with another VMM after the template was chosen: the template is valid, but not on this runner
 		return true, nil
@@ -158,26 +152,26 @@ func (c *Controller) withoutTemplate(ctx context.Context, plan *forkPlan, proble
 	}
 	// If the template cannot be fetched, the image can still be booted.
 	if elsewhere {
-		c.log.WarnContext(ctx, "template could not be fetched by another runner", "checkpoint_id", template.ID, "runner_id", plan.children[0].Sandbox.RunnerID, "err", problem)
+		c.log.WarnContext(ctx, "template could not be fetched by another runner", "checkpoint_id", template.ID, "runner_id", plan.Children[0].Sandbox.RunnerID, "err", problem)
 	}
 	return elsewhere, nil
 }
 
 // fromTemplate gives the workspace the template that it is forked from. A local template is one of its own runner.
-func (c *Controller) fromTemplate(ctx context.Context, t *Task, plan *forkPlan, local bool) error {
-	w := plan.children[0]
+func (c *Controller) fromTemplate(ctx context.Context, t *task, plan *forkcall.Plan, local bool) error {
+	w := plan.Children[0]
 	template, err := c.template(ctx, w, local)
 	if err != nil {
 		return err
 	}
-	return t.load(ctx, func(tx Tx) error { // to write it twice changes nothing
+	return t.Load(ctx, func(tx Tx) error { // to write it twice changes nothing
 		sandbox := w.Sandbox
 		moved, err := tx.ForkWorkspaceFrom(ctx, w.ID, template)
 		if err != nil {
 			return err
 		}
 		moved.Sandbox = sandbox
-		plan.children[0], plan.source = moved, template
-		return t.step(ctx, tx, "fork")
+		plan.Children[0], plan.Source = moved, template
+		return t.Step(ctx, tx, "fork")
 	})
 }

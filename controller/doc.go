@@ -9,7 +9,7 @@
 // # Operations
 //
 // Each kind of operation is one type with its input, its work and what a failure takes back: kinds.go
-// lists them.
+// lists them. Package operations runs them.
 //
 // Every change that needs a runner is an operation: a row with its input, a named step and a lease.
 // A use case inserts the operation in one transaction, together with the new rows in their first

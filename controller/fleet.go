@@ -43,7 +43,7 @@ func newFleet(c *Controller) *fleet.Fleet {
 	return fleet.New(fleet.Config{
 		ClusterID: c.cfg.ClusterID, Trust: c.cfg.Trust, CertificateLife: c.cfg.CertificateLife,
 		Lease: c.cfg.RunnerLease, Fence: c.cfg.RunnerFence, UsageInterval: c.cfg.UsageInterval, DropPause: c.cfg.LoopInterval,
-		Certify: certify, Used: c.idle.Add, Go: c.background, Log: c.log,
+		Certify: certify, Used: c.idle.Add, Go: c.operations.Go, Log: c.log,
 	}, partStore[fleet.Tx]{c.store.Store, func(tx AllTx) fleet.Tx { return tx }}, c.runners)
 }
 
@@ -60,17 +60,6 @@ func newAttestations(c *Controller) *attestations.Keeper {
 // Attestations returns the signed reports of reseals.
 func (c *Controller) Attestations() *attestations.Keeper { return c.attestations }
 
-// background runs work that the end of Run waits for. It returns false if the controller is stopping.
-func (c *Controller) background(work func(ctx context.Context)) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closing {
-		return false
-	}
-	c.tasks.Go(func() { work(c.runCtx) })
-	return true
-}
-
 // place chooses a runner from the fleet that the transaction sees.
 func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request) (Runner, error) {
 	list, err := c.placeEach(ctx, tx, req, false)
@@ -82,32 +71,8 @@ func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request) (R
 
 // placeEach chooses a runner for each requested sandbox, unless other requests wait for room.
 func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request, even bool) ([]Runner, error) {
-	if err := c.inLine(ctx, req); err != nil {
+	if err := c.operations.MayPlace(ctx, req); err != nil {
 		return nil, err
 	}
 	return fleet.Place(ctx, tx, req, even)
-}
-
-func (c *Controller) occupy(ctx context.Context, tx Tx, runners ...Runner) error {
-	return fleet.Occupy(ctx, tx, runners...)
-}
-
-func (c *Controller) findImage(ctx context.Context, ref string) (Image, error) {
-	return c.fleet.FindImage(ctx, ref)
-}
-
-func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) { c.fleet.Drop(ctx, ids...) }
-
-func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
-	c.fleet.DropCheckpoints(ctx, list)
-}
-
-func (c *Controller) takeDown(ctx context.Context, s Sandbox) error { return c.fleet.TakeDown(ctx, s) }
-
-func (c *Controller) fenced(ctx context.Context, id core.RunnerID) (bool, error) {
-	return c.fleet.Fenced(ctx, id)
-}
-
-func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id core.WorkspaceID, s Sandbox) {
-	c.ports.Reopen(ctx, project, id, s)
 }

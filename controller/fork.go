@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -50,21 +51,25 @@ func (r ForkRequest) names() ([]string, error) {
 	return names, nil
 }
 
-// forkCheckpoint is the kinds fork_checkpoint and restore_checkpoint: it grows workspaces from a checkpoint.
+// forkCheckpoint is the kind fork_checkpoint: it grows workspaces from a checkpoint.
 type forkCheckpoint struct{ growInput }
+
+// restoreCheckpoint is the kind restore_checkpoint: it grows one workspace from a checkpoint.
+type restoreCheckpoint struct{ growInput }
 
 // ForkCheckpoint grows workspaces from a checkpoint.
 func (c *Controller) ForkCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
-	return c.fork(ctx, project, OpForkCheckpoint, id, req, wait)
+	return c.fork(ctx, project, OpForkCheckpoint, func(in growInput) kind { return &forkCheckpoint{in} }, id, req, wait)
 }
 
 // RestoreCheckpoint grows one workspace, with a name, from a checkpoint.
 func (c *Controller) RestoreCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
 	req.Count = 1
-	return c.fork(ctx, project, OpRestoreCheckpoint, id, req, wait)
+	return c.fork(ctx, project, OpRestoreCheckpoint, func(in growInput) kind { return &restoreCheckpoint{in} }, id, req, wait)
 }
 
-func (c *Controller) fork(ctx context.Context, project core.ProjectID, of OperationKind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
+// fork begins an operation that grows workspaces from a checkpoint. as makes its kind.
+func (c *Controller) fork(ctx context.Context, project core.ProjectID, of OperationKind, as func(growInput) kind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
 	names, err := req.names()
 	if err != nil {
 		return Answer{}, err
@@ -98,15 +103,11 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 		if err := inheritPreviews(ctx, tx, source, children); err != nil {
 			return nil, err
 		}
-		return &forkCheckpoint{growInput{
-			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkPlan{children: children, source: source},
-		}}, nil
+		return as(growInput{
+			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkcall.Plan{Children: children, Source: source},
+		}), nil
 	}
-	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.begin(ctx, InProject(project), op, admit) })
-	if err != nil {
-		return Answer{}, err
-	}
-	return t.await(ctx, wait)
+	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
 }
 
 func notForkable(cp Checkpoint) error {
@@ -140,10 +141,18 @@ func childOf(source Checkpoint, req ForkRequest) (Workspace, error) {
 	return w, nil
 }
 
-func (k *forkCheckpoint) work(ctx context.Context, t *Task) error {
-	plan, err := k.load(ctx, t)
+func (k *forkCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	return t.c.grow(ctx, t, plan, k.AllOrNothing)
+	return c.grow(ctx, t, plan, growth{allOrNothing: k.AllOrNothing})
+}
+
+func (k *restoreCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
+	if err != nil {
+		return err
+	}
+	return c.grow(ctx, t, plan, growth{one: true})
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -16,7 +17,7 @@ type forkWorkspace struct {
 	Children     []childInput `json:"children,omitempty"` // the workspaces
 	AllOrNothing bool         `json:"all_or_nothing,omitempty"`
 
-	fork *forkPlan
+	fork *forkcall.Plan
 }
 
 // ForkWorkspace captures a running workspace and grows others from the capture, as one operation.
@@ -32,13 +33,13 @@ func (c *Controller) ForkWorkspace(ctx context.Context, project core.ProjectID, 
 			if err != nil {
 				return nil, err
 			}
-			return &forkWorkspace{captureInput: in, Children: childInputs(plan.children), AllOrNothing: fork.AllOrNothing, fork: plan}, nil
+			return &forkWorkspace{captureInput: in, Children: childInputs(plan.Children), AllOrNothing: fork.AllOrNothing, fork: plan}, nil
 		},
 	})
 }
 
 // plantBeside inserts the children of a fork of a workspace. Their checkpoint will be captured on the workspace's runner.
-func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkPlan, error) {
+func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkcall.Plan, error) {
 	like, err := childOf(cp, req)
 	if err != nil {
 		return nil, err
@@ -54,74 +55,66 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 	if err == nil {
 		err = inheritPreviews(ctx, tx, cp, children)
 	}
-	return &forkPlan{children: children, source: cp}, err
+	return &forkcall.Plan{Children: children, Source: cp}, err
 }
 
 func (k *forkWorkspace) made() made { return made{children: k.Children, capture: k.Capture} }
 
 // takeBack lets the workspace go on without the capture. Once the capture is recorded, the workspace has gone on, and what it does now is
 // another operation's, for example a suspension.
-func (k *forkWorkspace) takeBack(ctx context.Context, tx Tx, t *Task) error {
-	now, err := tx.Operation(ctx, t.op.ID)
+func (k *forkWorkspace) takeBack(ctx context.Context, tx Tx, op Operation) error {
+	now, err := tx.Operation(ctx, op.ID)
 	if err != nil || now.Step == "fork" {
 		return err
 	}
-	return k.captureInput.takeBack(ctx, tx, t)
+	return k.captureInput.takeBack(ctx, tx, op)
 }
 
-func (k *forkWorkspace) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
+func (k *forkWorkspace) loadFork(ctx context.Context, c *Controller, t *task) (*forkcall.Plan, error) {
 	if k.fork != nil {
 		return k.fork, nil
 	}
-	return t.loadChildren(ctx, k.Children, k.Capture)
+	return c.loadChildren(ctx, t, k.Children, k.Capture)
 }
 
 // work writes the capture while the runner already grows the children. So the parent is
 // ready again at once, and the children do not wait for this.
-func (k *forkWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	defer c.captureEnded(t.op.WorkspaceID)
+func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	defer c.captures.ended(t.Op().WorkspaceID)
 	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}
-	fork, err := k.loadFork(ctx, t)
+	fork, err := k.loadFork(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	if t.op.Step == "fork" {
-		fork.source = plan.checkpoint
-		return c.grow(ctx, t, fork, k.AllOrNothing)
+	if t.Op().Step == "fork" {
+		fork.Source = plan.checkpoint
+		return c.grow(ctx, t, fork, growth{allOrNothing: k.AllOrNothing})
 	}
-	got, err := k.call(ctx, t, plan, runnerapi.Capture{Fork: true})
+	got, err := k.call(ctx, c, t, plan, runnerapi.Capture{Fork: true})
 	if err != nil {
-		return k.failed(ctx, t, err)
+		return c.captureFailed(ctx, t, k, k.Sandbox, err)
 	}
-	fork.source.Class = &got.Class // as its row will have it
+	fork.Source.Class = &got.Class // as its row will have it
 	recorded := make(chan error, 1)
-	go func() { recorded <- k.recordCapture(ctx, t, plan, got) }()
-	grown, err := c.callFork(ctx, fork)
+	go func() { recorded <- k.recordCapture(ctx, c, t, plan, got) }()
+	grown, err := c.forks.Fork(ctx, fork)
 	recordErr := <-recorded
-	t.watch.Lap("fork")
+	t.Lap("fork")
 	if recordErr != nil {
 		return errors.Join(recordErr, err)
 	}
-	t.op.Step = "fork"
-	fork.source = plan.checkpoint
+	fork.Source = plan.checkpoint
 	if err != nil {
 		return err
 	}
-	return c.endGrown(ctx, t, fork, grown, k.AllOrNothing)
+	return c.endGrown(ctx, t, fork, grown, growth{allOrNothing: k.AllOrNothing})
 }
 
 // recordCapture writes the capture and the step, so that the parent continues.
-func (k *forkWorkspace) recordCapture(ctx context.Context, t *Task, plan *capturePlan, got runnerapi.Checkpoint) error {
-	defer t.c.captureEnded(t.op.WorkspaceID)
-	recorded := func(now Operation) bool { return now.Step == "fork" }
-	return t.insistTx(ctx, recorded, func(tx Tx) error {
-		if err := tx.StepOperation(ctx, t.op, "fork"); err != nil {
-			return err
-		}
-		return k.record(ctx, tx, t, plan, got)
-	})
+func (k *forkWorkspace) recordCapture(ctx context.Context, c *Controller, t *task, plan *capturePlan, got runnerapi.Checkpoint) error {
+	defer c.captures.ended(t.Op().WorkspaceID)
+	return t.Advance(ctx, "fork", func(tx Tx) error { return k.record(ctx, tx, t, plan, got) })
 }

@@ -6,17 +6,12 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/fleet"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/settings"
 	"github.com/coppice-dev/coppice/core"
 )
-
-// forkPlan has what a fork needs from the rows.
-type forkPlan struct {
-	children []Workspace // in the requested order, each with its sandbox and the runner of the sandbox
-	source   Checkpoint
-	loaded   bool // the plan is from rows: children may have been grown before, with other rules
-}
 
 // growInput is the input of an operation that grows workspaces from a checkpoint.
 type growInput struct {
@@ -24,19 +19,19 @@ type growInput struct {
 	AllOrNothing bool              `json:"all_or_nothing,omitempty"`
 	Source       core.CheckpointID `json:"source,omitempty"` // empty: a template that is not known yet
 
-	plan *forkPlan
+	plan *forkcall.Plan
 }
 
 func (in *growInput) made() made { return made{children: in.Children} }
 
 // takeBack has nothing to do: the operation acts on no workspace that was there before.
-func (in *growInput) takeBack(context.Context, Tx, *Task) error { return nil }
+func (in *growInput) takeBack(context.Context, Tx, Operation) error { return nil }
 
-func (in *growInput) load(ctx context.Context, t *Task) (*forkPlan, error) {
+func (in *growInput) load(ctx context.Context, c *Controller, t *task) (*forkcall.Plan, error) {
 	if in.plan != nil {
 		return in.plan, nil
 	}
-	return t.loadChildren(ctx, in.Children, in.Source)
+	return c.loadChildren(ctx, t, in.Children, in.Source)
 }
 
 func childInputs(children []Workspace) []childInput {
@@ -104,7 +99,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		return nil, err
 	}
 	tx.InsertSandboxes(sandboxes)
-	if err := c.occupy(ctx, tx, p.runners...); err != nil {
+	if err := fleet.Occupy(ctx, tx, p.runners...); err != nil {
 		return nil, err
 	}
 	for i := range inserted { // both are sorted by id
@@ -114,15 +109,15 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 }
 
 // loadChildren makes the plan of a resumed fork from its rows. source is empty for a workspace whose template is not known yet.
-func (t *Task) loadChildren(ctx context.Context, children []childInput, source core.CheckpointID) (*forkPlan, error) {
-	plan := &forkPlan{loaded: true}
-	err := t.load(ctx, func(tx Tx) error {
+func (c *Controller) loadChildren(ctx context.Context, t *task, children []childInput, source core.CheckpointID) (*forkcall.Plan, error) {
+	plan := &forkcall.Plan{Loaded: true}
+	err := t.Load(ctx, func(tx Tx) error {
 		ids, sandboxIDs := make([]core.WorkspaceID, len(children)), make([]core.SandboxID, len(children))
 		for i, child := range children {
 			ids[i], sandboxIDs[i] = child.Workspace, child.Sandbox
 		}
 		var err error
-		if plan.children, err = tx.WorkspacesByID(ctx, ids); err != nil {
+		if plan.Children, err = tx.WorkspacesByID(ctx, ids); err != nil {
 			return err
 		}
 		sandboxes, err := tx.Sandboxes(ctx, sandboxIDs)
@@ -133,74 +128,80 @@ func (t *Task) loadChildren(ctx context.Context, children []childInput, source c
 		for _, s := range sandboxes {
 			byWorkspace[s.WorkspaceID] = s
 		}
-		for i := range plan.children {
-			plan.children[i].Sandbox = byWorkspace[plan.children[i].ID]
+		for i := range plan.Children {
+			plan.Children[i].Sandbox = byWorkspace[plan.Children[i].ID]
 		}
 		if source != "" {
-			plan.source, err = t.c.source(ctx, tx, source)
+			plan.Source, err = c.source(ctx, tx, source)
 		}
 		return err
 	})
 	return plan, err
 }
 
+// growth says when a fork has succeeded, and what its result is.
+type growth struct {
+	one          bool // the operation is for one workspace, which is its result; the failure of the workspace is that of the operation
+	allOrNothing bool // it has failed when one child has
+}
+
 // grow asks the runner for the children and ends the operation.
-func (c *Controller) grow(ctx context.Context, t *Task, plan *forkPlan, allOrNothing bool) error {
-	got, err := c.callFork(ctx, plan)
-	t.watch.Lap("fork")
+func (c *Controller) grow(ctx context.Context, t *task, plan *forkcall.Plan, of growth) error {
+	got, err := c.forks.Fork(ctx, plan)
+	t.Lap("fork")
 	if err != nil {
-		return c.abandon(ctx, t, err)
+		return t.Abandon(ctx, err)
 	}
-	return c.endGrown(ctx, t, plan, got, allOrNothing)
+	return c.endGrown(ctx, t, plan, got, of)
 }
 
 // endGrown ends the operation according to the runner's answer.
-func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild, allOrNothing bool) error {
+func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
 	ready := 0
 	for i := range got {
 		if got[i].Problem == nil {
 			ready++
 		}
 	}
-	if ready == 0 || allOrNothing && ready < len(got) {
-		return c.failGrown(ctx, t, plan, got)
+	if ready == 0 || of.allOrNothing && ready < len(got) {
+		return c.failGrown(ctx, t, plan, got, of)
 	}
-	return c.finishGrown(ctx, t, plan, got)
+	return c.finishGrown(ctx, t, plan, got, of)
 }
 
 // finishGrown writes the outcome of the children, in one transaction with a few statements, whatever their number.
-func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild) error {
-	err := t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
+	err := t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		var ready []ReadyWorkspace
 		var failed []EndedWorkspace
-		for i, w := range plan.children {
+		for i, w := range plan.Children {
 			if p := got[i].Problem; p != nil {
 				failed = append(failed, EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: p.Code, Message: p.Message}})
 			} else {
-				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Given: got[i].given})
+				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Given: got[i].Given})
 			}
 		}
 		moved, err := tx.ReadyWorkspaces(ctx, ready)
 		if err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
 		failed = append(failed, unready(ready, moved)...)
 		if len(failed) > 0 {
 			if _, err := tx.EndWorkspaces(ctx, failed); err != nil {
-				return Outcome{}, Result{}, err
+				return nil, Result{}, err
 			}
 		}
 		tx.InsertReseals(reseals(t, plan, got))
 		now, err := unmoved(ctx, tx, plan, moved)
 		if err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
 		out, result := gather(plan, got, moved, now)
-		if t.op.Kind == OpCreateWorkspace || t.op.Kind == OpRestoreCheckpoint {
+		if of.one {
 			if p := result.Children[0].Problem; p != nil {
-				return Outcome{}, Result{}, p
+				return nil, Result{}, p
 			}
-			out.Workspace, result.Workspace, result.Reseal = plan.children[0].ID, result.Children[0].Workspace, result.Children[0].Reseal
+			out.Workspace, result.Workspace, result.Reseal = plan.Children[0].ID, result.Children[0].Workspace, result.Children[0].Reseal
 		}
 		return out, result, nil
 	})
@@ -208,15 +209,15 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 		return err
 	}
 	var gone []core.SandboxID // of workspaces that were terminated while they were grown; and those that a runner may have grown without being able to report it
-	for i, child := range t.result.Children {
+	for i, child := range t.Result().Children {
 		if child.Workspace != nil && child.Workspace.RulesPending() {
 			c.grants.Wake()
 		}
 		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable || got[i].Sandbox != nil) {
-			gone = append(gone, plan.children[i].Sandbox.ID)
+			gone = append(gone, plan.Children[i].Sandbox.ID)
 		}
 	}
-	c.drop(ctx, gone...)
+	c.fleet.Drop(ctx, gone...)
 	return nil
 }
 
@@ -238,12 +239,12 @@ func unready(ready []ReadyWorkspace, moved []Workspace) []EndedWorkspace {
 }
 
 // unmoved reads the rows of the children that did not become ready.
-func unmoved(ctx context.Context, tx Tx, plan *forkPlan, moved []Workspace) (map[core.WorkspaceID]Workspace, error) {
-	if len(moved) == len(plan.children) {
+func unmoved(ctx context.Context, tx Tx, plan *forkcall.Plan, moved []Workspace) (map[core.WorkspaceID]Workspace, error) {
+	if len(moved) == len(plan.Children) {
 		return nil, nil
 	}
-	ids := make([]core.WorkspaceID, len(plan.children))
-	for i, w := range plan.children {
+	ids := make([]core.WorkspaceID, len(plan.Children))
+	for i, w := range plan.Children {
 		ids[i] = w.ID
 	}
 	list, err := tx.WorkspacesByID(ctx, ids)
@@ -264,14 +265,14 @@ func whyUnready(id core.WorkspaceID, now Workspace) *core.Error {
 
 // gather puts the outcome together, in the requested order. A child that did not become ready was terminated meanwhile, or its runner
 // was given up.
-func gather(plan *forkPlan, got []grownChild, moved []Workspace, now map[core.WorkspaceID]Workspace) (Outcome, Result) {
+func gather(plan *forkcall.Plan, got []forkcall.Child, moved []Workspace, now map[core.WorkspaceID]Workspace) (Outcome, Result) {
 	byID := make(map[core.WorkspaceID]*Workspace, len(moved))
 	for i := range moved {
 		byID[moved[i].ID] = &moved[i]
 	}
 	var out Outcome
 	var result Result
-	for i, w := range plan.children {
+	for i, w := range plan.Children {
 		child := Child{Workspace: byID[w.ID], Reseal: got[i].Reseal, Timings: got[i].Timings}
 		switch {
 		case got[i].Problem != nil:
@@ -286,22 +287,22 @@ func gather(plan *forkPlan, got []grownChild, moved []Workspace, now map[core.Wo
 		}
 		out.Children, result.Children = append(out.Children, o), append(result.Children, child)
 	}
-	out.Checkpoint = plan.source.ID
-	if plan.source.ID != "" {
-		source := plan.source
+	out.Checkpoint = plan.Source.ID
+	if plan.Source.ID != "" {
+		source := plan.Source
 		result.Checkpoint = &source
 	}
 	return out, result
 }
 
-func reseals(t *Task, plan *forkPlan, got []grownChild) []ResealRecord {
+func reseals(t *task, plan *forkcall.Plan, got []forkcall.Child) []ResealRecord {
 	var list []ResealRecord
-	for i, w := range plan.children {
+	for i, w := range plan.Children {
 		if got[i].Reseal == nil {
 			continue
 		}
 		list = append(list, ResealRecord{
-			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.op.ID, CheckpointID: plan.source.ID, Report: *got[i].Reseal,
+			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.Op().ID, CheckpointID: plan.Source.ID, Report: *got[i].Reseal,
 			Epoch: w.Sandbox.Epoch, RunnerID: w.Sandbox.RunnerID, Attestation: got[i].Attestation,
 		})
 	}
@@ -309,7 +310,7 @@ func reseals(t *Task, plan *forkPlan, got []grownChild) []ResealRecord {
 }
 
 // failGrown ends a fork that failed: no child became ready, or not every child did under all_or_nothing.
-func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild) error {
+func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
 	var first *runnerapi.Problem
 	var grown []core.SandboxID
 	failed := 0
@@ -321,16 +322,16 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 			}
 		}
 		if got[i].Sandbox != nil {
-			grown = append(grown, plan.children[i].Sandbox.ID)
+			grown = append(grown, plan.Children[i].Sandbox.ID)
 		}
 	}
 	problem := first.Err()
-	if t.op.Kind == OpForkCheckpoint || t.op.Kind == OpForkWorkspace {
+	if !of.one {
 		problem = core.Errorf(core.Unavailable, core.CodeForkFailed, "%d of %d children failed; the first: %s (%s)", failed, len(got), first.Message, first.Code)
 	}
-	err := t.fail(ctx, problem, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
-		ended := make([]EndedWorkspace, len(plan.children))
-		for i, w := range plan.children {
+	err := t.Fail(ctx, problem, func(ctx context.Context, tx Tx) error {
+		ended := make([]EndedWorkspace, len(plan.Children))
+		for i, w := range plan.Children {
 			why := failureOf(problem)
 			if p := got[i].Problem; p != nil {
 				why = &Failure{Code: p.Code, Message: p.Message}
@@ -338,13 +339,13 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 			ended[i] = EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: why}
 		}
 		if _, err := tx.EndWorkspaces(ctx, ended); err != nil {
-			return Outcome{}, Result{}, err
+			return err
 		}
 		tx.InsertReseals(reseals(t, plan, got))
-		return Outcome{}, Result{}, nil
+		return nil
 	})
 	if err == nil {
-		c.drop(ctx, grown...)
+		c.fleet.Drop(ctx, grown...)
 	}
 	return err
 }

@@ -53,15 +53,6 @@ func (c *Controller) Console(ctx context.Context, project core.ProjectID, id cor
 	return c.runners.Console(ctx, w.Sandbox.Endpoint, w.Sandbox.ID)
 }
 
-// Processes lists the processes of the workload.
-func (c *Controller) Processes(ctx context.Context, project core.ProjectID, id core.WorkspaceID) ([]Process, error) {
-	w, err := c.reach(ctx, project, id)
-	if err != nil {
-		return nil, err
-	}
-	return c.guests.Processes(ctx, w.Sandbox)
-}
-
 // GuestBytes is how many bytes of guests' answers are held now.
 func (c *Controller) GuestBytes() int {
 	used, _ := c.guests.Used()

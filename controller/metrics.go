@@ -78,11 +78,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 		_, full := c.guests.Used()
 		return float64(full)
 	}))
-	gauge("operations_running", "Operations that this controller works on.", func() int {
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		return len(c.running)
-	})
+	gauge("operations_running", "Operations that this controller works on.", c.operations.Running)
 	gauge("event_streams", "Open event streams.", c.Events.Streams)
 	return m
 }
@@ -98,12 +94,12 @@ func (c *Controller) ObserveRequest(route, method string, status int, took time.
 }
 
 // operationEnded counts an operation that has ended on this controller.
-func (m *metrics) operationEnded(t *Task) {
-	kind, outcome := string(t.op.Kind), string(t.op.State)
+func (m *metrics) operationEnded(op Operation, result Result) {
+	kind, outcome := string(op.Kind), string(op.State)
 	m.ended.WithLabelValues(kind, outcome).Inc()
-	m.operation.WithLabelValues(kind).Observe(time.Since(t.op.CreatedAt).Seconds())
-	m.timings(kind, t.op.Timings)
-	for _, child := range t.result.Children {
+	m.operation.WithLabelValues(kind).Observe(time.Since(op.CreatedAt).Seconds())
+	m.timings(kind, op.Timings)
+	for _, child := range result.Children {
 		outcome := "ready"
 		if child.Problem != nil {
 			outcome = "failed"
@@ -112,10 +108,10 @@ func (m *metrics) operationEnded(t *Task) {
 		m.timings("child", child.Timings)
 		m.resealed(child.Reseal)
 	}
-	if t.result.Reseal != nil && len(t.result.Children) == 0 {
-		m.resealed(t.result.Reseal)
+	if result.Reseal != nil && len(result.Children) == 0 {
+		m.resealed(result.Reseal)
 	}
-	if cp := t.result.Checkpoint; cp != nil && (t.op.Kind == OpCreateCheckpoint || t.op.Kind == OpForkWorkspace || t.op.Kind == OpCreateTemplate) {
+	if cp := result.Checkpoint; cp != nil && (op.Kind == OpCreateCheckpoint || op.Kind == OpForkWorkspace || op.Kind == OpCreateTemplate) {
 		m.timings("capture", cp.Timings)
 	}
 }

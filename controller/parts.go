@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/identity"
@@ -101,6 +102,12 @@ func newGuests(c *Controller) *guestclient.Client {
 	return guestclient.New(guestclient.Config{Guest: guest, Timeout: c.cfg.GuestCall})
 }
 
+func newForks(c *Controller) *forkcall.Caller {
+	return forkcall.New(forkcall.Config{
+		Retry: c.cfg.RunnerRetry, Keys: c.dataKeys, Secrets: c.secrets, Grants: c.grants, Attestations: c.attestations, Log: c.log,
+	}, c.runners)
+}
+
 // makeParts makes the packages whose use cases are those of the controller.
 func (c *Controller) makeParts() {
 	store := c.store.Store
@@ -121,7 +128,7 @@ func (c *Controller) makeParts() {
 	}, partStore[idle.Tx]{store, func(tx AllTx) idle.Tx { return tx }})
 	c.Keeper = sessions.New(c.sessionsConfig(), partStore[sessions.Tx]{store, func(tx AllTx) sessions.Tx { return tx }})
 	c.Rounds = retention.New(retention.Config{
-		Delete: c.pruneRound, Batch: MaxPrune, Log: c.log,
+		Delete: c.pruneRound, Batch: retention.MaxDeletions, Log: c.log,
 		Failed: func() { c.metrics.choresFailed.WithLabelValues("retention").Inc() },
 	}, partStore[retention.Tx]{store, func(tx AllTx) retention.Tx { return tx }})
 	c.Sealer = sealing.New(sealing.Config{
@@ -145,7 +152,7 @@ func (c *Controller) makeParts() {
 	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
 	c.Changer = settings.New(partStore[settings.Tx]{store, func(tx AllTx) settings.Tx { return tx }}, c.deliverRules)
 	c.fleet = newFleet(c)
-	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.repeated, Log: c.log}, partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
+	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.operations.Repeated, Log: c.log}, partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
 	c.previews = newPreviews(c)
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
 }
@@ -191,7 +198,6 @@ type (
 	Wrapper         = datakeys.Wrapper
 	Garbage         = storegc.Garbage
 	StoreReport     = storecheck.Report
-	StoreData       = storecheck.Data
 	StoreProblem    = storecheck.Problem
 	StoredObject    = model.StoredObject
 	SealAttempt     = sealing.Attempt

@@ -3,58 +3,21 @@ package controller
 import (
 	"context"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
 )
 
-const (
-	// MaxPrune bounds the checkpoints that one operation deletes.
-	MaxPrune   = 2000
-	pruneBatch = 100 // checkpoints that one transaction deletes
+// pruneBatch is how many checkpoints one transaction deletes.
+const pruneBatch = 100
 
-	reasonCascade = "cascade"
+// The types of deletions. Package retention has them.
+type (
+	PruneResult = retention.Deletions
+	PruneItem   = retention.Item
+	Deletion    = retention.Deletion
 )
-
-// PruneResult is what an operation will delete, or has deleted.
-type PruneResult struct {
-	DryRun    bool        `json:"-"`
-	Items     []PruneItem `json:"items"` // at most MaxPrune
-	Planned   int         `json:"planned,omitempty"`
-	Kept      int         `json:"kept"`
-	KeptBytes int64       `json:"kept_bytes"`
-	Over      bool        `json:"over,omitempty"`      // the checkpoints that had to be kept have more bytes than the policy allows
-	Truncated bool        `json:"truncated,omitempty"` // there is more to delete
-}
-
-// PruneItem is one checkpoint to delete.
-type PruneItem struct {
-	ID      core.CheckpointID `json:"checkpoint_id"`
-	Reason  string            `json:"reason"`
-	Bytes   int64             `json:"bytes"`
-	Skipped string            `json:"skipped,omitempty"` // why it was not deleted
-}
-
-// Bytes is the sum of the items that were not skipped.
-func (r *PruneResult) Bytes() int64 {
-	var sum int64
-	for _, i := range r.Items {
-		if i.Skipped == "" {
-			sum += i.Bytes
-		}
-	}
-	return sum
-}
-
-// Deletion is the outcome of an attempt to delete a checkpoint.
-type Deletion struct {
-	Checkpoint core.CheckpointID
-	Endpoint   string // of its runner
-	Gone       bool   // it is deleted; it may have been before
-	Refused    error  // it names what needs the checkpoint
-}
 
 // PruneCheckpoints takes a checkpoint and everything that grew from it, and deletes what a policy does not keep.
 func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, dryRun bool, wait time.Duration) (Answer, error) {
@@ -65,67 +28,16 @@ func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectI
 	if err != nil {
 		return Answer{}, err
 	}
-	return c.prune(ctx, project, pruneOf(plan, plan.Remove), dryRun, wait)
-}
-
-// pruneOf is the newest part of what a plan removes, as much as one operation deletes. A checkpoint is deleted before its ancestors, so few
-// rows of deleted checkpoints have to stay as ancestors.
-func pruneOf(plan retention.Plan, remove []retention.Removal) *PruneResult {
-	out := &PruneResult{Planned: len(remove), Kept: plan.Kept, KeptBytes: plan.KeptBytes, Over: plan.Over, Truncated: len(remove) > MaxPrune}
-	for _, r := range remove[max(0, len(remove)-MaxPrune):] {
-		out.Items = append(out.Items, PruneItem{ID: r.ID, Reason: r.Reason, Bytes: r.Bytes})
-	}
-	return out
+	return c.prune(ctx, project, plan.Deletions(plan.Remove), dryRun, wait)
 }
 
 // DeleteCheckpoints deletes a checkpoint and everything that grew from it. If one of these checkpoints cannot be deleted, it deletes none.
 func (c *Controller) DeleteCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, cascade, dryRun bool, wait time.Duration) (Answer, error) {
-	out, held := &PruneResult{}, []retention.Node{}
-	err := c.WalkTree(ctx, project, id, "", func(n retention.Node) (bool, error) {
-		if n.Held != "" && n.Held != heldByWorkspace {
-			held = append(held, n)
-		}
-		if !n.Gone {
-			out.Items = append(out.Items, PruneItem{ID: n.ID, Reason: reasonCascade, Bytes: n.Bytes})
-		}
-		return cascade && len(held) <= heldNamed && len(out.Items) <= MaxPrune, nil // the first node is the checkpoint itself
-	})
+	plan, err := c.Cascade(ctx, project, id, cascade)
 	if err != nil {
 		return Answer{}, err
 	}
-	if len(held) > 0 {
-		return Answer{}, heldError(held)
-	}
-	if len(out.Items) > MaxPrune {
-		return Answer{}, core.Errorf(core.Invalid, core.CodeUnsupported, "more than %d checkpoints grew from %s; at most %d are deleted at once, so begin further down the tree", MaxPrune, id, MaxPrune)
-	}
-	slices.SortFunc(out.Items, func(a, b PruneItem) int { return strings.Compare(string(a.ID), string(b.ID)) })
-	out.Planned = len(out.Items)
-	return c.prune(ctx, project, out, dryRun, wait)
-}
-
-// Some values of a node's Held that Subtree returns.
-const (
-	heldByPin       = "pinned"
-	heldByWorkspace = "workspace"
-)
-
-// heldNamed is how many checkpoints the answer of a refused cascade names.
-const heldNamed = 5
-
-// heldError names the checkpoints that prevent a cascade.
-func heldError(held []retention.Node) error {
-	code, names := core.CodeCheckpointInUse, []string{}
-	for _, n := range held {
-		if n.Held == heldByPin {
-			code = core.CodeCheckpointPinned
-		}
-		if names = append(names, string(n.ID)+" ("+n.Held+")"); len(names) > heldNamed {
-			names[heldNamed] = "others"
-			break
-		}
-	}
-	return core.Errorf(core.FailedPrecondition, code, "nothing was deleted, because these cannot go: %s", strings.Join(names, ", "))
+	return c.prune(ctx, project, plan, dryRun, wait)
 }
 
 // prune carries a plan out, unless it is a dry run. It skips each checkpoint that came into use since the plan was made.
@@ -135,13 +47,13 @@ func (c *Controller) prune(ctx context.Context, project core.ProjectID, plan *Pr
 		return Answer{Done: true, Result: Result{Prune: plan}}, nil
 	}
 	op := Operation{ProjectID: project, Kind: OpPruneCheckpoints, Step: "delete"}
-	t, err := c.begin(ctx, InProject(project), op, func(context.Context, Tx, *Operation, int) (kind, error) {
+	t, err := c.begin(ctx, op, func(context.Context, Tx, *Operation, int) (kind, error) {
 		return &pruneCheckpoints{Prune: plan}, nil
 	})
 	if err != nil {
 		return Answer{}, err
 	}
-	return t.await(ctx, wait)
+	return t.Await(ctx, wait)
 }
 
 // pruneCheckpoints is the kind prune_checkpoints: it deletes the checkpoints of a plan. What is deleted is not taken back.
@@ -152,8 +64,8 @@ type pruneCheckpoints struct {
 
 // work deletes the newest checkpoints first. A resumed operation starts again: it changes nothing
 // about a checkpoint that is deleted already.
-func (k *pruneCheckpoints) work(ctx context.Context, t *Task) error {
-	c, out := t.c, *k.Prune
+func (k *pruneCheckpoints) work(ctx context.Context, c *Controller, t *task) error {
+	out := *k.Prune
 	out.Items = slices.Clone(out.Items)
 	for end := len(out.Items); end > 0; end -= pruneBatch {
 		items := out.Items[max(0, end-pruneBatch):end]
@@ -162,8 +74,8 @@ func (k *pruneCheckpoints) work(ctx context.Context, t *Task) error {
 			ids[i], at[items[i].ID] = items[i].ID, &items[i]
 		}
 		var list []Deletion
-		err := t.load(ctx, func(tx Tx) (err error) {
-			list, err = tx.DeleteCheckpoints(ctx, ids, items[0].Reason != reasonCascade)
+		err := t.Load(ctx, func(tx Tx) (err error) {
+			list, err = tx.DeleteCheckpoints(ctx, ids, items[0].Reason != retention.ReasonCascade)
 			return err
 		})
 		if err != nil {
@@ -180,10 +92,10 @@ func (k *pruneCheckpoints) work(ctx context.Context, t *Task) error {
 				at[d.Checkpoint].Skipped = "it came into use"
 			}
 		}
-		c.dropCheckpoints(ctx, gone)
-		t.watch.Lap("delete")
+		c.fleet.DropCheckpoints(ctx, gone)
+		t.Lap("delete")
 	}
-	return t.finish(ctx, func(context.Context, Tx) (Outcome, Result, error) {
+	return t.Finish(ctx, func(context.Context, Tx) (any, Result, error) {
 		return Outcome{Prune: &out}, Result{Prune: &out}, nil
 	})
 }
@@ -206,20 +118,20 @@ func (c *Controller) DeleteCheckpoint(ctx context.Context, project core.ProjectI
 		return cp, err
 	})
 	if err == nil {
-		c.dropCheckpoints(context.WithoutCancel(ctx), []Checkpoint{cp})
+		c.fleet.DropCheckpoints(context.WithoutCancel(ctx), []Checkpoint{cp})
 	}
 	return err
 }
 
 // pruneRound deletes the newest part of what the plan of a stored policy removes.
 func (c *Controller) pruneRound(ctx context.Context, due Retention, plan retention.Plan, remove []retention.Removal, until time.Time, renew func() error) (bool, error) {
-	done, err := c.prune(ctx, due.ProjectID, pruneOf(plan, remove), false, 0)
+	done, err := c.prune(ctx, due.ProjectID, plan.Deletions(remove), false, 0)
 	for err == nil && !done.Done && time.Now().Before(until) {
 		if err = renew(); err == nil {
 			done, err = c.Operation(ctx, due.ProjectID, done.Operation.ID, retention.Lease/4)
 		}
 		if err == nil && done.Operation.Problem != nil {
-			err = &OperationError{done.Operation.ID, done.Operation.Problem}
+			err = &OperationError{Operation: done.Operation.ID, Err: done.Operation.Problem}
 		}
 	}
 	if err != nil || !done.Done {

@@ -33,7 +33,5 @@ func WithRequestID(ctx context.Context, id string) context.Context {
 	return core.WithRequestID(ctx, id)
 }
 
-func requestID(ctx context.Context) string { return core.RequestIDOf(ctx) }
-
 // KeyOf returns the key that a request was made with; the zero value outside of requests.
 func KeyOf(ctx context.Context) Key { return request.KeyOf(ctx) }

@@ -24,17 +24,13 @@ func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectI
 			Source: checkpoint, Epoch: plan.workspace.Epoch, Sandbox: plan.workspace.Sandbox.ID, Next: plan.next.ID, plan: plan,
 		}}, nil
 	}
-	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (t *Task, err error) {
+	return c.queue(ctx, project, wait, func(ctx context.Context) (t *task, err error) {
 		err = c.whenReady(ctx, project, id, func() error {
-			t, err = c.begin(ctx, InProject(project), op, admit)
+			t, err = c.begin(ctx, op, admit)
 			return err
 		})
 		return t, err
 	})
-	if err != nil {
-		return Answer{}, err
-	}
-	return t.await(ctx, wait)
 }
 
 func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID, attempt int) (*restorePlan, error) {
@@ -84,41 +80,41 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 }
 
 // takeBack returns the workspace to its present sandbox, or leaves it suspended.
-func (k *restoreWorkspace) takeBack(ctx context.Context, tx Tx, t *Task) error {
+func (k *restoreWorkspace) takeBack(ctx context.Context, tx Tx, op Operation) error {
 	if err := tx.EndSandboxes(ctx, []core.SandboxID{k.Next}); err != nil {
 		return err
 	}
 	if k.Sandbox == "" {
-		_, err := tx.MoveWorkspace(ctx, t.op.WorkspaceID, k.Epoch, core.WorkspaceSuspended)
+		_, err := tx.MoveWorkspace(ctx, op.WorkspaceID, k.Epoch, core.WorkspaceSuspended)
 		return err
 	}
-	_, err := tx.ReturnWorkspace(ctx, t.op.WorkspaceID, k.Epoch)
+	_, err := tx.ReturnWorkspace(ctx, op.WorkspaceID, k.Epoch)
 	return err
 }
 
-func (k *restoreWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	plan, err := k.load(ctx, t)
+func (k *restoreWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	if t.op.Step == "fork" {
-		if err := k.switchSandbox(ctx, t, plan); err != nil {
+	op := t.Op()
+	if op.Step == "fork" {
+		if err := k.switchSandbox(ctx, c, t, plan, false); err != nil {
 			return err
 		}
 	}
 	// From here on the workspace is in its new epoch. The old sandbox has no living row: it is dropped now, or after a heartbeat.
-	c.drop(ctx, k.Sandbox)
-	c.reopenPorts(ctx, t.op.ProjectID, t.op.WorkspaceID, plan.next)
-	t.watch.Lap("drop")
-	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
-		w, err := tx.Workspace(ctx, t.op.WorkspaceID)
+	c.fleet.Drop(ctx, k.Sandbox)
+	c.ports.Reopen(ctx, op.ProjectID, op.WorkspaceID, plan.next)
+	t.Lap("drop")
+	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
+		w, err := tx.Workspace(ctx, op.WorkspaceID)
 		if err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
 		out := Outcome{Workspace: w.ID, Checkpoint: k.Source}
 		result := Result{Workspace: &w, Checkpoint: &plan.source}
-		list, err := tx.ResealsByOperation(ctx, t.op.ID, []core.WorkspaceID{w.ID})
+		list, err := tx.ResealsByOperation(ctx, op.ID, []core.WorkspaceID{w.ID})
 		if err == nil && len(list) > 0 {
 			result.Reseal = &list[0].Report
 		}

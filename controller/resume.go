@@ -24,7 +24,7 @@ func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core
 		case core.WorkspaceReady:
 			return Answer{Done: true, Result: Result{Workspace: &w}}, nil
 		case core.WorkspaceCheckpointing: // a capture, which does not matter, or the beginning of a suspension
-			answer, open, err := c.awaitOpen(ctx, w, OpSuspendWorkspace, wait)
+			answer, open, err := c.operations.Newest(ctx, project, id, OpSuspendWorkspace, wait)
 			if _, failed := errors.AsType[*OperationError](err); err != nil && !failed {
 				return Answer{}, err
 			} else if !open {
@@ -34,7 +34,7 @@ func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core
 			}
 			continue
 		case core.WorkspaceRestoring:
-			answer, open, err := c.awaitOpen(ctx, w, OpResumeWorkspace, wait)
+			answer, open, err := c.operations.Newest(ctx, project, id, OpResumeWorkspace, wait)
 			if err != nil || open {
 				return answer, err
 			}
@@ -47,14 +47,14 @@ func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core
 		case core.WorkspaceCreating, core.WorkspaceQuarantined, core.WorkspaceTerminating, core.WorkspaceTerminated, core.WorkspaceFailed, core.WorkspaceLost:
 			return Answer{}, w.NotReady()
 		}
-		t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.resumeSuspended(ctx, project, id) })
+		t, err := c.operations.Queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.resumeSuspended(ctx, project, id) })
 		if core.CodeOf(err) == core.CodeStateConflict {
 			continue // somebody else was faster
 		}
 		if err != nil {
 			return Answer{}, err
 		}
-		return t.await(ctx, wait)
+		return t.Await(ctx, wait)
 	}
 }
 
@@ -65,25 +65,9 @@ func orNotReady(w Workspace, err error) error {
 	return w.NotReady()
 }
 
-// awaitOpen waits for the newest operation of a kind on a workspace, if it has not ended.
-func (c *Controller) awaitOpen(ctx context.Context, w Workspace, kind OperationKind, wait time.Duration) (answer Answer, open bool, err error) {
-	op, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) (Operation, error) { return newestOf(ctx, tx, w.ID, kind) })
-	if core.CategoryOf(err) == core.NotFound || err == nil && op.State.Done() {
-		return Answer{}, false, nil
-	}
-	if err != nil {
-		return Answer{}, false, err
-	}
-	answer, err = c.Operation(ctx, w.ProjectID, op.ID, wait)
-	if err == nil && answer.Operation.Problem != nil {
-		err = &OperationError{op.ID, answer.Operation.Problem}
-	}
-	return answer, true, err
-}
-
-func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (*Task, error) {
+func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (*task, error) {
 	op := Operation{ProjectID: project, Kind: OpResumeWorkspace, Step: "fork", WorkspaceID: id}
-	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
+	return c.begin(ctx, op, func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
 		w, err := tx.Workspace(ctx, id)
 		if err != nil {
 			return nil, err
@@ -118,30 +102,30 @@ func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID
 }
 
 // takeBack leaves the workspace suspended.
-func (k *resumeWorkspace) takeBack(ctx context.Context, tx Tx, t *Task) error {
+func (k *resumeWorkspace) takeBack(ctx context.Context, tx Tx, op Operation) error {
 	if err := tx.EndSandboxes(ctx, []core.SandboxID{k.Next}); err != nil {
 		return err
 	}
-	_, err := tx.MoveWorkspace(ctx, t.op.WorkspaceID, k.Epoch, core.WorkspaceSuspended)
+	_, err := tx.MoveWorkspace(ctx, op.WorkspaceID, k.Epoch, core.WorkspaceSuspended)
 	return err
 }
 
-func (k *resumeWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	plan, err := k.load(ctx, t)
+func (k *resumeWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	plan, err := k.load(ctx, c, t)
 	if err != nil {
 		return err
 	}
-	if t.op.Step == "fork" {
-		if err := k.switchSandbox(ctx, t, plan); err != nil {
+	op := t.Op()
+	if op.Step == "fork" {
+		if err := k.switchSandbox(ctx, c, t, plan, true); err != nil {
 			return err
 		}
 	}
-	c.reopenPorts(ctx, t.op.ProjectID, t.op.WorkspaceID, plan.next)
-	t.watch.Lap("ports")
-	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
-		w, err := tx.Workspace(ctx, t.op.WorkspaceID)
-		return Outcome{Workspace: t.op.WorkspaceID, Checkpoint: k.Source}, Result{Workspace: &w, Checkpoint: &plan.source}, err
+	c.ports.Reopen(ctx, op.ProjectID, op.WorkspaceID, plan.next)
+	t.Lap("ports")
+	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
+		w, err := tx.Workspace(ctx, op.WorkspaceID)
+		return Outcome{Workspace: op.WorkspaceID, Checkpoint: k.Source}, Result{Workspace: &w, Checkpoint: &plan.source}, err
 	})
 }
 

@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/fleet"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/tree"
@@ -19,11 +20,11 @@ import (
 // is the runner's core error. Runners is safe for concurrent use.
 type Runners interface {
 	fleet.Runners
+	forkcall.Runners
 	ports.Runners
 	previews.Runners
 	tree.Runners
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
-	Fork(ctx context.Context, endpoint string, f runnerapi.Fork) (runnerapi.ForkResult, error)
 	Capture(ctx context.Context, endpoint string, sandbox core.SandboxID, c runnerapi.Capture) (runnerapi.Checkpoint, error)
 	// SetEgress replaces what a sandbox may reach. Rules that are older than the present ones change nothing.
 	SetEgress(ctx context.Context, endpoint string, sandbox core.SandboxID, rules runnerapi.EgressRules) error

@@ -10,21 +10,14 @@ import (
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/idle"
+	"github.com/coppice-dev/coppice/controller/operations"
 	"github.com/coppice-dev/coppice/controller/previews"
-	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/core"
 )
 
-// The errors of a Store that the controller branches on.
-var (
-	// ErrLeaseLost says that another controller has claimed the operation. This controller must stop its work on it, which changes nothing.
-	ErrLeaseLost = core.Errorf(core.Conflict, "LEASE_LOST", "the operation is carried on by another controller")
-	// ErrIdentityTaken says that a fresh identity collided with a living one: draw another.
-	ErrIdentityTaken = core.Errorf(core.Conflict, "IDENTITY_TAKEN", "a fresh address collided with one in use")
-	// ErrTemplateExists says that another request makes or has made the template.
-	ErrTemplateExists = core.Errorf(core.AlreadyExists, "TEMPLATE_EXISTS", "the template exists already")
-)
+// ErrTemplateExists says that another request makes or has made the template.
+var ErrTemplateExists = core.Errorf(core.AlreadyExists, "TEMPLATE_EXISTS", "the template exists already")
 
 // VersionConflictError refuses a compare-and-set whose version is not the present one.
 type VersionConflictError struct {
@@ -70,33 +63,13 @@ type Tx interface {
 	grants.HoldersTx
 	SandboxTx
 	CheckpointTx
-	OperationTx
-	request.Tx
+	operations.Tx
 	identity.Tx
 	idle.CheckTx
 	previews.InheritTx
 	SessionTx
 	SweepTx
 	FleetTx
-}
-
-// WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.
-type WorkspaceFilter struct {
-	Page
-	Name     string
-	IDSuffix string
-	States   []core.WorkspaceState
-	Labels   map[string]*string // nil: the key alone
-	Head     core.CheckpointID
-	Parent   core.CheckpointID
-}
-
-// ReadyWorkspace moves a workspace to ready in the sandbox that it has waited for.
-type ReadyWorkspace struct {
-	ID      core.WorkspaceID
-	Epoch   int64
-	Sandbox core.SandboxID
-	Given   grants.Given // what its runner was told
 }
 
 // WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in
@@ -175,27 +148,6 @@ type CheckpointTx interface {
 	DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (Checkpoint, error)
 	// DeleteCheckpoints is DeleteCheckpoint for many. It returns the outcome for each existing one; a refusal of one is no error.
 	DeleteCheckpoints(ctx context.Context, ids []core.CheckpointID, spare bool) ([]Deletion, error)
-}
-
-// OperationTx keeps operations.
-type OperationTx interface {
-	Operation(ctx context.Context, id core.OperationID) (Operation, error)
-	Operations(ctx context.Context, f OperationFilter) ([]Operation, error)
-	// CancelOperation notes that an operation is to be canceled. It changes nothing about one that has ended.
-	CancelOperation(ctx context.Context, id core.OperationID) error
-	// InsertOperation inserts it as running under the lease of owner.
-	InsertOperation(ctx context.Context, op Operation, lease time.Duration) (Operation, error)
-	// StepOperation and FinishOperation are fenced by the lease epoch: ErrLeaseLost when another has claimed it.
-	StepOperation(ctx context.Context, op Operation, step string) error
-	FinishOperation(ctx context.Context, op Operation) (Operation, error)
-	// RenewOperations extends the leases of an owner on these operations and returns those that it still has, with their epochs.
-	RenewOperations(ctx context.Context, owner string, ids []core.OperationID, lease time.Duration) (map[core.OperationID]int64, error)
-	// ClaimOperations takes over operations that no controller works on, except those that the claimant works on itself.
-	ClaimOperations(ctx context.Context, owner string, except []core.OperationID, lease time.Duration, limit int) ([]Operation, error)
-	// ReleaseOperations gives up the leases of an owner at once, so that others need not wait until they run out.
-	ReleaseOperations(ctx context.Context, owner string) error
-	// ReleaseOthers does so for all leases but the owner's.
-	ReleaseOthers(ctx context.Context, owner string) error
 }
 
 // SessionTx is the part of a resume that concerns sessions.

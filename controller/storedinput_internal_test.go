@@ -32,7 +32,7 @@ func TestStoredInputs(t *testing.T) {
 		{OpCreateTemplate, `{"capture":"ckpt_2"}`, &createTemplate{Capture: "ckpt_2"}},
 		{OpCreateCheckpoint, `{` + capture + `}`, &createCheckpoint{captured}},
 		{OpForkCheckpoint, `{` + children + `,"all_or_nothing":true,"source":"ckpt_1"}`, &forkCheckpoint{growInput{Children: list, AllOrNothing: true, Source: "ckpt_1"}}},
-		{OpRestoreCheckpoint, `{` + children + `,"source":"ckpt_1"}`, &forkCheckpoint{growInput{Children: list, Source: "ckpt_1"}}},
+		{OpRestoreCheckpoint, `{` + children + `,"source":"ckpt_1"}`, &restoreCheckpoint{growInput{Children: list, Source: "ckpt_1"}}},
 		{OpForkWorkspace, `{` + children + `,"all_or_nothing":true,` + capture + `}`, &forkWorkspace{captureInput: captured, Children: list, AllOrNothing: true}},
 		{OpRestoreWorkspace, `{` + switched + `}`, &restoreWorkspace{next}},
 		{OpTerminateWorkspace, `{"epoch":3}`, &terminateWorkspace{Epoch: 3}},
@@ -60,7 +60,7 @@ func TestStoredInputs(t *testing.T) {
 		if err := json.Unmarshal(again, &after); err != nil || !reflect.DeepEqual(before, after) {
 			t.Errorf("%s: %s is stored as %s, %v", c.kind, c.stored, again, err)
 		}
-		if ids := op.Workspaces(); len(got.made().children) > 0 && !reflect.DeepEqual(ids, []core.WorkspaceID{"ws_1", "ws_2"}) {
+		if ids := WorkspacesOf(op); len(got.made().children) > 0 && !reflect.DeepEqual(ids, []core.WorkspaceID{"ws_1", "ws_2"}) {
 			t.Errorf("%s: it makes %v", c.kind, ids)
 		}
 	}

@@ -33,7 +33,7 @@ func TestStoredInputResumes(t *testing.T) {
 	}
 	defer func() { _ = conn.Close(t.Context()) }()
 	children := ""
-	for i, id := range a.Operation.Workspaces() {
+	for i, id := range controller.WorkspacesOf(a.Operation) {
 		var sandbox string
 		if err := conn.QueryRow(t.Context(), `SELECT id FROM sandboxes WHERE workspace_id = $1`, id).Scan(&sandbox); err != nil {
 			t.Fatal(err)

@@ -23,7 +23,7 @@ func (c *Controller) Suspend(ctx context.Context, project core.ProjectID, id cor
 		return Answer{Done: true, Result: Result{Workspace: &w}}, nil
 	}
 	if w.State == core.WorkspaceCheckpointing {
-		if answer, open, err := c.awaitOpen(ctx, w, OpSuspendWorkspace, wait); err != nil || open {
+		if answer, open, err := c.operations.Newest(ctx, project, id, OpSuspendWorkspace, wait); err != nil || open {
 			return answer, err
 		}
 	}
@@ -37,25 +37,24 @@ func suspension(only func(ctx context.Context, tx Tx) error) capturing {
 	}}
 }
 
-func (k *suspendWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	defer c.captureEnded(t.op.WorkspaceID)
+func (k *suspendWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	defer c.captures.ended(t.Op().WorkspaceID)
 	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}
-	got, err := k.stopCaptured(ctx, t, plan)
+	got, err := k.stopCaptured(ctx, c, t, plan)
 	if err != nil {
-		return k.failed(ctx, t, err)
+		return c.captureFailed(ctx, t, k, k.Sandbox, err)
 	}
-	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		cp, err := tx.CaptureCheckpoint(ctx, plan.checkpoint.ID, plan.checkpoint.RunnerID, got)
 		if err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
-		w, err := tx.SuspendWorkspace(ctx, t.op.WorkspaceID, k.Epoch, cp)
+		w, err := tx.SuspendWorkspace(ctx, t.Op().WorkspaceID, k.Epoch, cp)
 		if core.CodeOf(err) == core.CodeStateConflict { // terminated or given up meanwhile; the checkpoint counts either way
-			w, err = tx.Workspace(ctx, t.op.WorkspaceID)
+			w, err = tx.Workspace(ctx, t.Op().WorkspaceID)
 		}
 		return Outcome{Workspace: w.ID, Checkpoint: cp.ID}, Result{Workspace: &w, Checkpoint: &cp}, err
 	})
@@ -63,14 +62,13 @@ func (k *suspendWorkspace) work(ctx context.Context, t *Task) error {
 
 // stopCaptured asks the runner for the capture that ends in a stop. The outcome must be known: while the runner cannot be reached, the
 // machine may run or not. Only the runner can say, or its silence for longer than the hard lease.
-func (k *suspendWorkspace) stopCaptured(ctx context.Context, t *Task, plan *capturePlan) (runnerapi.Checkpoint, error) {
-	c := t.c
+func (k *suspendWorkspace) stopCaptured(ctx context.Context, c *Controller, t *task, plan *capturePlan) (runnerapi.Checkpoint, error) {
 	for {
-		got, err := k.call(ctx, t, plan, runnerapi.Capture{Stop: true})
+		got, err := k.call(ctx, c, t, plan, runnerapi.Capture{Stop: true})
 		if core.CodeOf(err) != core.CodeRunnerUnreachable {
 			return got, err
 		}
-		if gone, fenceErr := c.fenced(ctx, plan.checkpoint.RunnerID); fenceErr == nil && gone {
+		if gone, fenceErr := c.fleet.Fenced(ctx, plan.checkpoint.RunnerID); fenceErr == nil && gone {
 			return got, err
 		}
 		if err := pace.Pause(ctx, c.cfg.LoopInterval); err != nil {

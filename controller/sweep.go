@@ -9,6 +9,7 @@ import (
 )
 
 const (
+	keyBatch       = 10_000                   // expired keys that one transaction removes
 	prunedBatch    = 2_000                    // rows in one transaction
 	movedBatch     = 20_000                   // rows that leave a default partition in one transaction
 	reportsInParts = 2 * 365 * 24 * time.Hour // older rows of reports, samples and the audit log stay in the default partition
@@ -43,4 +44,14 @@ func (c *Controller) pruneDeleted(ctx context.Context) error {
 		})
 		return string(last), err
 	})
+}
+
+// sweepKeys removes expired keys of requests.
+func (c *Controller) sweepKeys(ctx context.Context) error {
+	for {
+		n, err := read(ctx, c, System(), func(tx Tx) (int, error) { return tx.SweepKeys(ctx, keyBatch) })
+		if err != nil || n < keyBatch {
+			return err
+		}
+	}
 }

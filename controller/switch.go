@@ -3,6 +3,8 @@ package controller
 import (
 	"context"
 
+	"github.com/coppice-dev/coppice/controller/fleet"
+	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -22,7 +24,7 @@ type restorePlan struct {
 	workspace Workspace // in its old epoch and sandbox
 	next      Sandbox
 	source    Checkpoint
-	loaded    bool // as in forkPlan
+	loaded    bool // as in forkcall.Plan
 }
 
 func (in *switchInput) made() made { return made{next: in.Next} }
@@ -50,20 +52,20 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: id, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL, Tree: source.Tree,
 	}
 	tx.InsertSandboxes([]Sandbox{next})
-	return next, c.occupy(ctx, tx, runner)
+	return next, fleet.Occupy(ctx, tx, runner)
 }
 
-func (in *switchInput) load(ctx context.Context, t *Task) (*restorePlan, error) {
+func (in *switchInput) load(ctx context.Context, c *Controller, t *task) (*restorePlan, error) {
 	if in.plan != nil {
 		return in.plan, nil
 	}
 	plan := &restorePlan{loaded: true}
-	err := t.load(ctx, func(tx Tx) error {
+	err := t.Load(ctx, func(tx Tx) error {
 		var err error
-		if plan.workspace, err = tx.Workspace(ctx, t.op.WorkspaceID); err != nil {
+		if plan.workspace, err = tx.Workspace(ctx, t.Op().WorkspaceID); err != nil {
 			return err
 		}
-		if plan.source, err = t.c.source(ctx, tx, in.Source); err != nil {
+		if plan.source, err = c.source(ctx, tx, in.Source); err != nil {
 			return err
 		}
 		list, err := tx.Sandboxes(ctx, []core.SandboxID{in.Sandbox, in.Next})
@@ -79,39 +81,35 @@ func (in *switchInput) load(ctx context.Context, t *Task) (*restorePlan, error) 
 	return plan, err
 }
 
-// switchSandbox grows the new sandbox and puts the workspace into it.
-func (in *switchInput) switchSandbox(ctx context.Context, t *Task, plan *restorePlan) error {
+// switchSandbox grows the new sandbox and puts the workspace into it. With sessions, its sessions go on there.
+func (in *switchInput) switchSandbox(ctx context.Context, c *Controller, t *task, plan *restorePlan, sessions bool) error {
 	child := plan.workspace
 	child.Sandbox = plan.next
 	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
-	grown := &forkPlan{children: []Workspace{child}, source: plan.source, loaded: plan.loaded}
-	got, err := t.c.callFork(ctx, grown)
-	t.watch.Lap("fork")
+	grown := &forkcall.Plan{Children: []Workspace{child}, Source: plan.source, Loaded: plan.loaded}
+	got, err := c.forks.Fork(ctx, grown)
+	t.Lap("fork")
 	if err == nil {
 		err = got[0].Problem.Err()
 	}
 	if err != nil {
 		return err
 	}
-	switched := func(now Operation) bool { return now.Step == "drop" }
-	if err := t.insistTx(ctx, switched, func(tx Tx) error { return in.record(ctx, tx, t, plan, got) }); err != nil {
-		return err
-	}
-	t.op.Step = "drop"
-	return nil
+	return t.Advance(ctx, "drop", func(tx Tx) error { return in.record(ctx, tx, t, plan, got, sessions) })
 }
 
-func (in *switchInput) record(ctx context.Context, tx Tx, t *Task, plan *restorePlan, got []grownChild) error {
-	if _, err := tx.SwitchWorkspace(ctx, t.op.WorkspaceID, in.Epoch, plan.next.ID, plan.source, got[0].given); err != nil {
+func (in *switchInput) record(ctx context.Context, tx Tx, t *task, plan *restorePlan, got []forkcall.Child, sessions bool) error {
+	workspace := t.Op().WorkspaceID
+	if _, err := tx.SwitchWorkspace(ctx, workspace, in.Epoch, plan.next.ID, plan.source, got[0].Given); err != nil {
 		return err
 	}
-	if t.op.Kind == OpResumeWorkspace {
-		if err := tx.MoveSessions(ctx, t.op.WorkspaceID, in.Epoch, plan.next.ID); err != nil {
+	if sessions {
+		if err := tx.MoveSessions(ctx, workspace, in.Epoch, plan.next.ID); err != nil {
 			return err
 		}
 	}
 	child := plan.workspace
 	child.Sandbox = plan.next
-	tx.InsertReseals(reseals(t, &forkPlan{children: []Workspace{child}, source: plan.source}, got))
-	return tx.StepOperation(ctx, t.op, "drop")
+	tx.InsertReseals(reseals(t, &forkcall.Plan{Children: []Workspace{child}, Source: plan.source}, got))
+	return nil
 }

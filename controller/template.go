@@ -26,7 +26,7 @@ func (c *Controller) template(ctx context.Context, w Workspace, local bool) (Che
 		case core.CategoryOf(err) != core.NotFound:
 			return Checkpoint{}, err
 		case waited != "": // the template that we waited for no longer exists
-			op, err := c.operation(ctx, System(), waited)
+			op, err := c.operations.Wait(ctx, System(), waited, 0)
 			if err != nil {
 				return Checkpoint{}, err
 			}
@@ -43,9 +43,9 @@ func (c *Controller) template(ctx context.Context, w Workspace, local bool) (Che
 			if err != nil {
 				return Checkpoint{}, err
 			}
-			waited = t.accepted.ID
+			waited = t.ID()
 		}
-		if _, err := c.waitOperation(ctx, System(), waited, templateWait); err != nil {
+		if _, err := c.operations.Wait(ctx, System(), waited, templateWait); err != nil {
 			return Checkpoint{}, err
 		}
 	}
@@ -68,9 +68,9 @@ func (c *Controller) liveTemplate(ctx context.Context, w Workspace, local bool) 
 
 // makeTemplate starts the operation that makes a template. The operation belongs to the system, because the first workspace that
 // needs the template may be terminated while others wait for it.
-func (c *Controller) makeTemplate(ctx context.Context, w Workspace) (*Task, error) {
+func (c *Controller) makeTemplate(ctx context.Context, w Workspace) (*task, error) {
 	op := Operation{ProjectID: SystemProject, Kind: OpCreateTemplate}
-	return c.begin(ctx, System(), op, func(ctx context.Context, tx Tx, op *Operation, _ int) (kind, error) {
+	return c.begin(ctx, op, func(ctx context.Context, tx Tx, op *Operation, _ int) (kind, error) {
 		runner, err := tx.Runner(ctx, w.Sandbox.RunnerID)
 		if err != nil {
 			return nil, err
@@ -96,36 +96,35 @@ type createTemplate struct {
 func (k *createTemplate) made() made { return made{capture: k.Capture} }
 
 // takeBack has nothing to do: the operation acts on no workspace.
-func (k *createTemplate) takeBack(context.Context, Tx, *Task) error { return nil }
+func (k *createTemplate) takeBack(context.Context, Tx, Operation) error { return nil }
 
-func (k *createTemplate) load(ctx context.Context, t *Task) (cp Checkpoint, err error) {
+func (k *createTemplate) load(ctx context.Context, t *task) (cp Checkpoint, err error) {
 	if k.checkpoint != nil {
 		return *k.checkpoint, nil
 	}
-	err = t.load(ctx, func(tx Tx) (err error) {
+	err = t.Load(ctx, func(tx Tx) (err error) {
 		cp, err = tx.Checkpoint(ctx, k.Capture)
 		return err
 	})
 	return cp, err
 }
 
-func (k *createTemplate) work(ctx context.Context, t *Task) error {
+func (k *createTemplate) work(ctx context.Context, c *Controller, t *task) error {
 	cp, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}
-	c := t.c
 	var got runnerapi.Checkpoint
-	err = c.insist(ctx, func() error {
+	err = c.forks.Insist(ctx, func() error {
 		var err error
 		got, err = c.runners.Template(ctx, cp.Endpoint, runnerapi.Template{CheckpointID: cp.ID, Image: cp.Image.Digest, Resources: cp.Resources})
 		return err
 	})
-	t.watch.Lap("boot")
+	t.Lap("boot")
 	if err != nil {
 		return err
 	}
-	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		done, err := tx.CaptureCheckpoint(ctx, cp.ID, cp.RunnerID, got)
 		return Outcome{Checkpoint: cp.ID}, Result{Checkpoint: &done}, err
 	})

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/operations"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -26,7 +27,7 @@ func (c *Controller) Terminate(ctx context.Context, project core.ProjectID, id c
 		case core.WorkspaceTerminated:
 			return Answer{Done: true, Result: Result{Workspace: &w}}, nil
 		case core.WorkspaceTerminating:
-			answer, open, err := c.awaitTermination(ctx, project, id, wait)
+			answer, open, err := c.operations.Newest(ctx, project, id, OpTerminateWorkspace, wait)
 			if err != nil || open {
 				return answer, err
 			}
@@ -39,18 +40,18 @@ func (c *Controller) Terminate(ctx context.Context, project core.ProjectID, id c
 		if err != nil {
 			return Answer{}, err
 		}
-		return t.await(ctx, wait)
+		return t.Await(ctx, wait)
 	}
 }
 
-func (c *Controller) terminate(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (*Task, error) {
+func (c *Controller) terminate(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (*task, error) {
 	return c.terminateIf(ctx, project, id, nil)
 }
 
 // terminateIf begins a termination. If there is a further condition, the workspace must meet it.
-func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id core.WorkspaceID, only func(context.Context, Tx) error) (*Task, error) {
+func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id core.WorkspaceID, only func(context.Context, Tx) error) (*task, error) {
 	op := Operation{ProjectID: project, Kind: OpTerminateWorkspace, Step: "drop", WorkspaceID: id}
-	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, _ *Operation, _ int) (kind, error) {
+	return c.begin(ctx, op, func(ctx context.Context, tx Tx, _ *Operation, _ int) (kind, error) {
 		w, err := tx.Workspace(ctx, id)
 		if err != nil {
 			return nil, err
@@ -77,7 +78,7 @@ func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id
 // orphaned refuses a second termination of a workspace unless the first one has ended without effect. An operation and its workspace end
 // in one transaction, so a workspace that is read after the end of its operation shows the effect.
 func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) error {
-	op, err := newestOf(ctx, tx, id, OpTerminateWorkspace)
+	op, err := operations.NewestOf(ctx, tx, id, OpTerminateWorkspace)
 	if err != nil {
 		return err
 	}
@@ -88,51 +89,37 @@ func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) e
 	return err
 }
 
-// awaitTermination waits for a termination of the workspace that is under way; open is false if there is none.
-func (c *Controller) awaitTermination(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (answer Answer, open bool, err error) {
-	op, err := read(ctx, c, InProject(project), func(tx Tx) (Operation, error) { return newestOf(ctx, tx, id, OpTerminateWorkspace) })
-	if err != nil || op.State.Done() {
-		return Answer{}, false, err
-	}
-	answer, err = c.Operation(ctx, project, op.ID, wait)
-	if err == nil && answer.Operation.Problem != nil {
-		err = &OperationError{op.ID, answer.Operation.Problem}
-	}
-	return answer, true, err
-}
-
 // work does not end before the runner has taken every sandbox of the
 // workspace down, or has been silent for so long that it has done so by itself.
-func (k *terminateWorkspace) work(ctx context.Context, t *Task) error {
-	c := t.c
-	defer c.captureEnded(t.op.WorkspaceID)
+func (k *terminateWorkspace) work(ctx context.Context, c *Controller, t *task) error {
+	defer c.captures.ended(t.Op().WorkspaceID)
 	var sandboxes []Sandbox
-	err := t.load(ctx, func(tx Tx) error {
+	err := t.Load(ctx, func(tx Tx) error {
 		var err error
-		sandboxes, err = tx.WorkspaceSandboxes(ctx, t.op.WorkspaceID)
+		sandboxes, err = tx.WorkspaceSandboxes(ctx, t.Op().WorkspaceID)
 		return err
 	})
 	if err != nil {
 		return err
 	}
 	for _, s := range sandboxes {
-		if err := c.takeDown(ctx, s); err != nil {
+		if err := c.fleet.TakeDown(ctx, s); err != nil {
 			return err
 		}
 	}
-	t.watch.Lap("drop")
-	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
-		list, err := tx.EndWorkspaces(ctx, []EndedWorkspace{{ID: t.op.WorkspaceID, To: core.WorkspaceTerminated}})
+	t.Lap("drop")
+	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
+		list, err := tx.EndWorkspaces(ctx, []EndedWorkspace{{ID: t.Op().WorkspaceID, To: core.WorkspaceTerminated}})
 		if err != nil {
-			return Outcome{}, Result{}, err
+			return nil, Result{}, err
 		}
 		if len(list) == 0 { // two terminations of a failed workspace: the other was first
-			w, err := tx.Workspace(ctx, t.op.WorkspaceID)
+			w, err := tx.Workspace(ctx, t.Op().WorkspaceID)
 			if err != nil {
-				return Outcome{}, Result{}, err
+				return nil, Result{}, err
 			}
 			list = []Workspace{w}
 		}
-		return Outcome{Workspace: t.op.WorkspaceID}, Result{Workspace: &list[0]}, nil
+		return Outcome{Workspace: t.Op().WorkspaceID}, Result{Workspace: &list[0]}, nil
 	})
 }

@@ -209,7 +209,7 @@ func unfinishedOf(o controller.Operation) api.Operation {
 	return api.Operation{
 		ID: string(o.ID), Kind: api.OperationKind(o.Kind), State: api.OperationState(o.State), Step: o.Step, WorkspaceID: string(o.WorkspaceID),
 		CheckpointID: string(o.CheckpointID), Timings: timingsOf(o.Timings), Problem: failureOfError(o.Problem),
-		WorkspaceIDs:      convert(o.Workspaces(), func(id core.WorkspaceID) api.WorkspaceID { return string(id) }),
+		WorkspaceIDs:      convert(controller.WorkspacesOf(o), func(id core.WorkspaceID) api.WorkspaceID { return string(id) }),
 		CancelRequestedAt: o.CancelAt, CreatedAt: o.CreatedAt, StartedAt: o.StartedAt, EndedAt: o.EndedAt,
 	}
 }

@@ -1,6 +1,6 @@
 // Package idle knows which workspaces are in use, and applies the idle policies of those that are not:
 // it has them suspended or terminated. Use is recorded in batches, so every idle time is extended by a
-// margin of two of them.
+// margin of two of them. It also has workspaces suspended at the end of their time.
 package idle
 
 import (
@@ -40,6 +40,8 @@ type Tx interface {
 	CheckTx
 	// UseWorkspaces records that workspaces are in use now.
 	UseWorkspaces(ctx context.Context, ids []core.WorkspaceID) error
+	// ClaimOverdue returns ready workspaces to suspend whose time is up, at most each of one project. A workspace is due again after growing pauses.
+	ClaimOverdue(ctx context.Context, each, limit int) ([]model.Workspace, error)
 }
 
 // CheckTx is what a Check needs of the transaction that suspends or terminates a workspace.
@@ -47,9 +49,11 @@ type CheckTx interface {
 	// IdleWorkspaces returns ready workspaces that were not used for longer than their idle time plus margin. If ids is not empty,
 	// it looks only at these workspaces.
 	IdleWorkspaces(ctx context.Context, margin time.Duration, ids []core.WorkspaceID, limit int) ([]model.Workspace, error)
+	// Overdue reports whether a ready workspace is to be suspended because its time is up. Pauses do not count.
+	Overdue(ctx context.Context, id core.WorkspaceID) (bool, error)
 }
 
-// Check refuses with STATE_CONFLICT if a workspace is in use again.
+// Check refuses with STATE_CONFLICT if a workspace is in use again, or was given more time.
 type Check func(ctx context.Context, tx CheckTx) error
 
 // Config says what a keeper works with.

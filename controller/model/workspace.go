@@ -183,3 +183,22 @@ func (w Workspace) Reachable() error {
 func (w Workspace) Asleep() bool {
 	return w.Rest.AutoResume && (w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring || w.State == core.WorkspaceCheckpointing)
 }
+
+// WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.
+type WorkspaceFilter struct {
+	Page
+	Name     string
+	IDSuffix string
+	States   []core.WorkspaceState
+	Labels   map[string]*string // nil: the key alone
+	Head     core.CheckpointID
+	Parent   core.CheckpointID
+}
+
+// ReadyWorkspace moves a workspace to ready in the sandbox that it has waited for.
+type ReadyWorkspace struct {
+	ID      core.WorkspaceID
+	Epoch   int64
+	Sandbox core.SandboxID
+	Given   grants.Given // what its runner was told
+}

@@ -37,6 +37,7 @@ const (
 	ReasonNotKept = "not_kept"
 	ReasonAge     = "age"
 	ReasonBytes   = "bytes"
+	ReasonCascade = "cascade" // the removal of an ancestor, not of a policy
 )
 
 // Removal is a node that goes.

@@ -1,6 +1,7 @@
 // Package sessions owns the sessions of workspaces: programs that run in guests, their rows, and the
-// ways to attach to them and to files, through the controller or directly at a runner. The state of a
-// session lives in its guest; the row maps the public id to the guest's.
+// ways to attach to them and to files, through the controller or directly at a runner. It also asks
+// guests to work on files and to list processes. The state of a session lives in its guest; the row
+// maps the public id to the guest's.
 package sessions
 
 import (

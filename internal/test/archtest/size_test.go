@@ -17,9 +17,7 @@ const maxPackage = 4000
 var large = map[string]struct {
 	lines int
 	why   string
-}{
-	"controller": {5490, "operations are the candidate for a package"},
-}
+}{}
 
 // TestPackageSize keeps packages small enough to have one subject.
 func TestPackageSize(t *testing.T) {

@@ -1,4 +1,4 @@
-package controller
+package operations
 
 import (
 	"testing"
@@ -10,14 +10,14 @@ import (
 // TestStartingEnds: an operation that was not inserted is not kept as one that starts, although its task has no row.
 func TestStartingEnds(t *testing.T) {
 	t.Parallel()
-	c := &Controller{starting: map[core.OperationID]bool{}, cfg: Config{Clock: func() time.Duration { return 0 }}}
-	task := &Task{c: c}
+	e := &Engine[Tx, int]{starting: map[core.OperationID]bool{}, cfg: Config[Tx, int]{Clock: func() time.Duration { return 0 }}}
+	task := &Task[Tx, int]{e: e}
 	for _, id := range []core.OperationID{"op_1", "op_2"} { // the identity of the first was taken
-		c.starts(task, id)
+		e.starts(task, id)
 		task.op = Operation{} // as the store leaves it when it fails
 	}
-	c.started(task)
-	if left := c.atWork(); len(left) > 0 {
+	e.started(task)
+	if left := e.atWork(); len(left) > 0 {
 		t.Errorf("%v are kept as at work", left)
 	}
 }

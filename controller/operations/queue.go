@@ -1,4 +1,4 @@
-package controller
+package operations
 
 import (
 	"context"
@@ -11,15 +11,15 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// admissionPoll is how often the next request in line looks for room. Requests on this and on other controllers free room.
-const admissionPoll = 50 * time.Millisecond
+// queuePoll is how often the next request in line looks for room. Requests on this and on other controllers free room.
+const queuePoll = 50 * time.Millisecond
 
-// admission has the lines in which requests wait for room on a runner. There is a line for each place that can be full: one for each
+// queue has the lines in which requests wait for room on a runner. There is a line for each place that can be full: one for each
 // runner that is the only one with the needed bytes, and one for all runners together. Within a line projects take turns, and the
 // requests of a project keep their order, so that a project with many requests does not keep the others out. The next request stays
 // next until there is room for it, its time is over, or its client has gone. No request overtakes it, so that many small requests do
 // not starve a large one. Nothing is allocated meanwhile.
-type admission struct {
+type queue struct {
 	// mu guards the fields below.
 	mu     sync.Mutex
 	lines  map[core.RunnerID]*line
@@ -39,27 +39,27 @@ type waiter struct {
 }
 
 // busy reports whether a request waits for a place.
-func (a *admission) busy(place core.RunnerID) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.lines[place] != nil
+func (q *queue) busy(place core.RunnerID) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.lines[place] != nil
 }
 
 // join adds a request to a line, unless too many wait already.
-func (a *admission) join(place core.RunnerID, project core.ProjectID, most int) (*waiter, bool) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.length >= most {
+func (q *queue) join(place core.RunnerID, project core.ProjectID, most int) (*waiter, bool) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.length >= most {
 		return nil, false
 	}
-	a.length++
+	q.length++
 	w := &waiter{place: place, project: project, turn: make(chan struct{})}
-	l := a.lines[place]
+	l := q.lines[place]
 	if l == nil {
-		if a.lines == nil {
-			a.lines = map[core.RunnerID]*line{}
+		if q.lines == nil {
+			q.lines = map[core.RunnerID]*line{}
 		}
-		a.lines[place] = &line{next: w, waiting: map[core.ProjectID][]*waiter{}}
+		q.lines[place] = &line{next: w, waiting: map[core.ProjectID][]*waiter{}}
 		close(w.turn)
 		return w, true
 	}
@@ -71,17 +71,17 @@ func (a *admission) join(place core.RunnerID, project core.ProjectID, most int) 
 }
 
 // leave takes a request out of its line; if it was next, the next project has its turn.
-func (a *admission) leave(w *waiter) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.length--
-	l := a.lines[w.place]
+func (q *queue) leave(w *waiter) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.length--
+	l := q.lines[w.place]
 	if l.next != w {
 		l.remove(w)
 		return
 	}
 	if len(l.ring) == 0 {
-		delete(a.lines, w.place)
+		delete(q.lines, w.place)
 		return
 	}
 	project := l.ring[0]
@@ -104,19 +104,19 @@ func (l *line) remove(w *waiter) {
 
 type turnKey struct{}
 
-// admit begins something that needs room. It waits in line for the room, at most as long as the request itself would wait.
-func (c *Controller) admit(ctx context.Context, project core.ProjectID, wait time.Duration, try func(ctx context.Context) (*Task, error)) (*Task, error) {
+// Queue begins something that needs room. It waits in line for the room, at most as long as the request itself would wait.
+func (e *Engine[T, R]) Queue(ctx context.Context, project core.ProjectID, wait time.Duration, try func(ctx context.Context) (*Task[T, R], error)) (*Task[T, R], error) {
 	t, err := try(ctx)
-	bound := min(wait, c.cfg.AdmissionWait)
+	bound := min(wait, e.cfg.QueueWait)
 	full, ok := errors.AsType[*placement.FullError](err)
 	if !ok || full.Never || bound <= 0 {
 		return t, err
 	}
-	w, ok := c.admission.join(full.Holder, project, c.cfg.AdmissionQueue)
+	w, ok := e.queue.join(full.Holder, project, e.cfg.QueueMost)
 	if !ok {
 		return nil, err
 	}
-	defer c.admission.leave(w)
+	defer e.queue.leave(w)
 	over := time.NewTimer(bound)
 	defer over.Stop()
 	select {
@@ -126,7 +126,7 @@ func (c *Controller) admit(ctx context.Context, project core.ProjectID, wait tim
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
-	poll := time.NewTicker(admissionPoll)
+	poll := time.NewTicker(queuePoll)
 	defer poll.Stop()
 	mine := context.WithValue(ctx, turnKey{}, true)
 	for {
@@ -143,17 +143,17 @@ func (c *Controller) admit(ctx context.Context, project core.ProjectID, wait tim
 	}
 }
 
-// inLine refuses a request that has not waited in line while others wait for the same place.
-func (c *Controller) inLine(ctx context.Context, req placement.Request) error {
-	if mine, _ := ctx.Value(turnKey{}).(bool); mine || !c.admission.busy(req.Holder) {
+// MayPlace refuses a request that has not waited in line while others wait for the same place.
+func (e *Engine[T, R]) MayPlace(ctx context.Context, req placement.Request) error {
+	if mine, _ := ctx.Value(turnKey{}).(bool); mine || !e.queue.busy(req.Holder) {
 		return nil
 	}
 	return placement.Full(req, "room: other requests wait for it")
 }
 
 // Waiting is how many requests wait for room.
-func (c *Controller) Waiting() int {
-	c.admission.mu.Lock()
-	defer c.admission.mu.Unlock()
-	return c.admission.length
+func (e *Engine[T, R]) Waiting() int {
+	e.queue.mu.Lock()
+	defer e.queue.mu.Unlock()
+	return e.queue.length
 }
