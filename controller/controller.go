@@ -51,7 +51,7 @@ type Config struct {
 	LoopInterval   time.Duration         // of the loops for claims and expiry; default 1 s
 	UseInterval    time.Duration         // how often the use of workspaces that expire when idle is recorded; default 5 s
 	CaptureWait    time.Duration         // how long a request waits for a checkpoint of the same workspace to end; default 30 s
-	ShutdownGrace  time.Duration         // how long operations may go on after Run was told to end; default 10 s
+	ShutdownGrace  time.Duration         // how long operations may go on after Run's context has ended; default 10 s
 	EventsKept     time.Duration         // how long events can be asked for; by whole days; default 7 days
 	FlowsKept      time.Duration         // how long what sandboxes sent is kept; by whole months, so up to one longer; default 90 days, at least one
 	FlowQuota      flows.Quota           // of rows of flows; default flows.FlowsOfWorkspace and the constants beside it
@@ -219,7 +219,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.operations.Run, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.listenLoop, c.Tenancy.Run, c.limitLoop, c.Events.Run} {
+	for _, loop := range []func(context.Context){c.operations.Run, c.reconcileLoop, c.grants.Run, c.periodicJobsLoop, c.Rounds.Run, c.idle.Run, c.listenLoop, c.Tenancy.Run, c.limitLoop, c.Events.Run} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

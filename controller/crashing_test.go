@@ -15,7 +15,7 @@ import (
 var errCrashed = errors.New("the process was killed")
 
 // fate is what becomes of one piece of work, whose steps are the transactions and the calls of the store that its context reaches: after a
-// number of steps the process that does it is killed, so that nothing more comes of it, or it stands still until it is let go on.
+// number of steps the process that does it is killed, so that it does nothing more, or it stands still until it is let go on.
 type fate struct {
 	mu      sync.Mutex // guards what follows
 	left    int        // steps until it happens; negative: it never does
@@ -59,14 +59,14 @@ func (f *fate) killed() bool {
 }
 
 // crashingStore is a database whose transactions are steps: they have happened when a process is killed after them, and nobody has heard so.
-type crashingStore struct{ withoutChores }
+type crashingStore struct{ withoutPeriodicJobs }
 
 // InTx implements controller.Store.
 func (s crashingStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
 	if err := step(ctx); err != nil {
 		return err
 	}
-	err := s.withoutChores.InTx(ctx, scope, fn)
+	err := s.withoutPeriodicJobs.InTx(ctx, scope, fn)
 	return errors.Join(err, step(ctx))
 }
 

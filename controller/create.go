@@ -15,19 +15,19 @@ const DefaultImage = "base"
 
 // CreateRequest asks for a workspace.
 type CreateRequest struct {
-	Name      string // empty: made up
-	Image     string // name or digest; empty: DefaultImage
-	Resources core.Resources
-	Egress    core.EgressPolicy // empty: deny-all
-	Allow     []string          // in the only form of its entries
-	Env       map[string]string
-	Labels    map[string]string
-	TTL       time.Duration // 0: none
-	Rest      Rest
+	Name       string // empty: made up
+	Image      string // name or digest; empty: DefaultImage
+	Resources  core.Resources
+	Egress     core.EgressPolicy // empty: deny-all
+	Allow      []string          // in the only form of its entries
+	Env        map[string]string
+	Labels     map[string]string
+	TTL        time.Duration // 0: none
+	IdlePolicy IdlePolicy
 }
 
 // createWorkspace is the kind create_workspace: it finds or makes the template of the image, and forks it.
-type createWorkspace struct{ growInput }
+type createWorkspace struct{ forkInput }
 
 // CreateWorkspace makes a workspace from an image, as a fork of the image's template. If there is no template, it is made first.
 func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID, req CreateRequest, wait time.Duration) (Answer, error) {
@@ -59,7 +59,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		}
 		like := Workspace{
 			State: core.WorkspaceCreating, Image: ImageRef{Name: image.Name, Digest: image.Digest}, Resources: req.Resources,
-			Egress: req.Egress, Rules: grants.Rules{Allow: req.Allow}, Env: req.Env, Labels: req.Labels, Rest: req.Rest,
+			Egress: req.Egress, Rules: grants.Rules{Allow: req.Allow}, Env: req.Env, Labels: req.Labels, IdlePolicy: req.IdlePolicy,
 		}
 		template, err := tx.LiveTemplate(ctx, runner, image.Digest, req.Resources, false)
 		if err == nil {
@@ -71,12 +71,12 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		case err != nil && core.CategoryOf(err) != core.NotFound:
 			return nil, err
 		}
-		list, err := c.plant(ctx, tx, planting{project: project, runners: []Runner{runner}, names: []string{req.Name}, like: like, attempt: attempt, ttl: req.TTL})
+		list, err := c.insertWorkspaces(ctx, tx, insertion{project: project, runners: []Runner{runner}, names: []string{req.Name}, like: like, attempt: attempt, ttl: req.TTL})
 		if err != nil {
 			return nil, err
 		}
 		op.WorkspaceID = list[0].ID
-		k := &createWorkspace{growInput{Children: childInputs(list), plan: &forkcall.Plan{Children: list}}}
+		k := &createWorkspace{forkInput{Children: childInputs(list), plan: &forkcall.Plan{Children: list}}}
 		if op.Step == "fork" {
 			k.plan.Source, k.Source, op.CheckpointID = template, template.ID, template.ID
 		}
@@ -126,9 +126,9 @@ func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) erro
 		case got == nil:
 			return err
 		case err != nil:
-			return c.failGrown(ctx, t, plan, got, growth{one: true})
+			return c.failFork(ctx, t, plan, got, forkOptions{one: true})
 		}
-		return c.finishGrown(ctx, t, plan, got, growth{one: true})
+		return c.finishFork(ctx, t, plan, got, forkOptions{one: true})
 	}
 }
 

@@ -25,7 +25,7 @@ type ForkRequest struct {
 	Grants       grants.Choice     // the zero value: all that the captured workspace has now
 	Labels       map[string]string
 	TTL          time.Duration // 0: none
-	Rest         Rest
+	IdlePolicy   IdlePolicy
 }
 
 func (r ForkRequest) names() ([]string, error) {
@@ -51,32 +51,32 @@ func (r ForkRequest) names() ([]string, error) {
 	return names, nil
 }
 
-// forkCheckpoint is the kind fork_checkpoint: it grows workspaces from a checkpoint.
-type forkCheckpoint struct{ growInput }
+// forkCheckpoint is the kind fork_checkpoint: it forks workspaces from a checkpoint.
+type forkCheckpoint struct{ forkInput }
 
-// restoreCheckpoint is the kind restore_checkpoint: it grows one workspace from a checkpoint.
-type restoreCheckpoint struct{ growInput }
+// restoreCheckpoint is the kind restore_checkpoint: it restores one workspace from a checkpoint.
+type restoreCheckpoint struct{ forkInput }
 
-// ForkCheckpoint grows workspaces from a checkpoint.
+// ForkCheckpoint forks workspaces from a checkpoint.
 func (c *Controller) ForkCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
-	return c.fork(ctx, project, OpForkCheckpoint, func(in growInput) kind { return &forkCheckpoint{in} }, id, req, wait)
+	return c.fork(ctx, project, OpForkCheckpoint, func(in forkInput) kind { return &forkCheckpoint{in} }, id, req, wait)
 }
 
-// RestoreCheckpoint grows one workspace, with a name, from a checkpoint.
+// RestoreCheckpoint restores one workspace, with a name, from a checkpoint.
 func (c *Controller) RestoreCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
 	req.Count = 1
-	return c.fork(ctx, project, OpRestoreCheckpoint, func(in growInput) kind { return &restoreCheckpoint{in} }, id, req, wait)
+	return c.fork(ctx, project, OpRestoreCheckpoint, func(in forkInput) kind { return &restoreCheckpoint{in} }, id, req, wait)
 }
 
-// fork begins an operation that grows workspaces from a checkpoint. as makes its kind.
-func (c *Controller) fork(ctx context.Context, project core.ProjectID, of OperationKind, as func(growInput) kind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
+// fork begins an operation that forks or restores a checkpoint. as makes its kind.
+func (c *Controller) fork(ctx context.Context, project core.ProjectID, of OperationKind, as func(forkInput) kind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
 	names, err := req.names()
 	if err != nil {
 		return Answer{}, err
 	}
 	op := Operation{ProjectID: project, Kind: of, Step: "fork", CheckpointID: id}
 	admit := func(ctx context.Context, tx Tx, _ *Operation, attempt int) (kind, error) {
-		tx.HoldCheckpoint(id)
+		tx.LockCheckpoint(id)
 		tx.HoldRules(project)
 		source, err := c.source(ctx, tx, id)
 		if err != nil {
@@ -93,7 +93,7 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 		if err != nil {
 			return nil, err
 		}
-		children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, source: &source, attempt: attempt, ttl: req.TTL, like: like})
+		children, err := c.insertWorkspaces(ctx, tx, insertion{project: project, runners: runners, names: names, source: &source, attempt: attempt, ttl: req.TTL, like: like})
 		if err != nil {
 			return nil, err
 		}
@@ -103,7 +103,7 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 		if err := inheritPreviews(ctx, tx, source, children); err != nil {
 			return nil, err
 		}
-		return as(growInput{
+		return as(forkInput{
 			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkcall.Plan{Children: children, Source: source},
 		}), nil
 	}
@@ -118,7 +118,7 @@ func notForkable(cp Checkpoint) error {
 func childOf(source Checkpoint, req ForkRequest) (Workspace, error) {
 	w := Workspace{
 		State: core.WorkspaceRestoring, Image: source.Image, Resources: source.Resources, Egress: req.Egress, Env: req.Env, Labels: req.Labels,
-		Parent: source.ID, Rest: req.Rest,
+		Parent: source.ID, IdlePolicy: req.IdlePolicy,
 	}
 	if w.Egress == "" {
 		w.Egress = source.Egress
@@ -146,7 +146,7 @@ func (k *forkCheckpoint) work(ctx context.Context, c *Controller, t *task) error
 	if err != nil {
 		return err
 	}
-	return c.grow(ctx, t, plan, growth{allOrNothing: k.AllOrNothing})
+	return c.runFork(ctx, t, plan, forkOptions{allOrNothing: k.AllOrNothing})
 }
 
 func (k *restoreCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
@@ -154,5 +154,5 @@ func (k *restoreCheckpoint) work(ctx context.Context, c *Controller, t *task) er
 	if err != nil {
 		return err
 	}
-	return c.grow(ctx, t, plan, growth{one: true})
+	return c.runFork(ctx, t, plan, forkOptions{one: true})
 }

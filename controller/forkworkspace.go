@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// forkWorkspace is the kind fork_workspace: it captures a running workspace and grows others from the capture.
+// forkWorkspace is the kind fork_workspace: it captures a running workspace and forks others from the capture.
 type forkWorkspace struct {
 	captureInput
 	Children     []childInput `json:"children,omitempty"` // the workspaces
@@ -20,7 +20,7 @@ type forkWorkspace struct {
 	fork *forkcall.Plan
 }
 
-// ForkWorkspace captures a running workspace and grows others from the capture, as one operation.
+// ForkWorkspace captures a running workspace and forks others from the capture, as one operation.
 func (c *Controller) ForkWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, cp CheckpointRequest, fork ForkRequest, wait time.Duration) (Answer, error) {
 	names, err := fork.names()
 	if err != nil {
@@ -29,7 +29,7 @@ func (c *Controller) ForkWorkspace(ctx context.Context, project core.ProjectID, 
 	return c.capture(ctx, project, id, wait, capturing{
 		kind: OpForkWorkspace, request: cp, forks: true,
 		as: func(ctx context.Context, tx Tx, in captureInput, attempt int) (kind, error) {
-			plan, err := c.plantBeside(ctx, tx, project, in.plan.checkpoint, fork, names, attempt)
+			plan, err := c.insertBeside(ctx, tx, project, in.plan.checkpoint, fork, names, attempt)
 			if err != nil {
 				return nil, err
 			}
@@ -38,8 +38,8 @@ func (c *Controller) ForkWorkspace(ctx context.Context, project core.ProjectID, 
 	})
 }
 
-// plantBeside inserts the children of a fork of a workspace. Their checkpoint will be captured on the workspace's runner.
-func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkcall.Plan, error) {
+// insertBeside inserts the children of a fork of a workspace. Their checkpoint will be captured on the workspace's runner.
+func (c *Controller) insertBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkcall.Plan, error) {
 	like, err := childOf(cp, req)
 	if err != nil {
 		return nil, err
@@ -48,7 +48,7 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 	if err != nil {
 		return nil, err
 	}
-	children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, source: &cp, attempt: attempt, ttl: req.TTL, like: like})
+	children, err := c.insertWorkspaces(ctx, tx, insertion{project: project, runners: runners, names: names, source: &cp, attempt: attempt, ttl: req.TTL, like: like})
 	if err == nil {
 		err = inherit(ctx, tx, cp, req.Grants, children)
 	}
@@ -77,7 +77,7 @@ func (k *forkWorkspace) loadFork(ctx context.Context, c *Controller, t *task) (*
 	return c.loadChildren(ctx, t, k.Children, k.Capture)
 }
 
-// work writes the capture while the runner already grows the children. So the parent is
+// work writes the capture while the runner already forks the children. So the parent is
 // ready again at once, and the children do not wait for this.
 func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error {
 	defer c.captures.ended(t.Op().WorkspaceID)
@@ -91,7 +91,7 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 	}
 	if t.Op().Step == "fork" {
 		fork.Source = plan.checkpoint
-		return c.grow(ctx, t, fork, growth{allOrNothing: k.AllOrNothing})
+		return c.runFork(ctx, t, fork, forkOptions{allOrNothing: k.AllOrNothing})
 	}
 	got, err := k.call(ctx, c, t, plan, runnerapi.Capture{Fork: true})
 	if err != nil {
@@ -100,7 +100,7 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 	fork.Source.Class = &got.Class // as its row will have it
 	recorded := make(chan error, 1)
 	go func() { recorded <- k.recordCapture(ctx, c, t, plan, got) }()
-	grown, err := c.forks.Fork(ctx, fork)
+	children, err := c.forks.Fork(ctx, fork)
 	recordErr := <-recorded
 	t.Lap("fork")
 	if recordErr != nil {
@@ -110,7 +110,7 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 	if err != nil {
 		return err
 	}
-	return c.endGrown(ctx, t, fork, grown, growth{allOrNothing: k.AllOrNothing})
+	return c.endFork(ctx, t, fork, children, forkOptions{allOrNothing: k.AllOrNothing})
 }
 
 // recordCapture writes the capture and the step, so that the parent continues.

@@ -52,11 +52,11 @@ func put(t *testing.T, store blob.Blobs, key, text string) {
 	}
 }
 
-// withoutChores has a controller do no periodic work.
-type withoutChores struct{ *postgres.Store }
+// withoutPeriodicJobs has a controller do no periodic work.
+type withoutPeriodicJobs struct{ *postgres.Store }
 
-// Chores implements controller.Store.
-func (withoutChores) Chores(ctx context.Context, _ []controller.Chore, _ *slog.Logger) error {
+// RunPeriodicJobs implements controller.Store.
+func (withoutPeriodicJobs) RunPeriodicJobs(ctx context.Context, _ []controller.PeriodicJob, _ *slog.Logger) error {
 	<-ctx.Done()
 	return nil
 }
@@ -70,7 +70,7 @@ func TestCollectGarbage(t *testing.T) {
 		cfg = *c
 	})
 	w.stop()
-	w.Controller, w.stop = w.startOn(withoutChores{w.store}, cfg) // nobody else collects
+	w.Controller, w.stop = w.startOn(withoutPeriodicJobs{w.store}, cfg) // nobody else collects
 	ws := w.create("a")
 	a, b := w.checkpoint(ws.ID), w.checkpoint(ws.ID)
 	w.seal(files, ws.Parent, a.ID, b.ID) // three objects each
@@ -308,7 +308,7 @@ func (m *model) step() string {
 		eventually(t, "the attempts of the runner's last life are given up", func() bool {
 			return m.number(`SELECT count(*) FROM seals s JOIN runners r ON r.id = s.runner_id WHERE s.state = 'uploading' AND s.lease_epoch <> r.lease_epoch`) == 0
 		})
-		return "registered anew"
+		return "registered again"
 	case 10:
 		id := m.any(func(_ core.CheckpointID, sealed bool) bool { return sealed })
 		m.read[id] = *m.get(id).Stored

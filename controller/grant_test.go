@@ -249,7 +249,7 @@ func (w *world) revoke(id core.WorkspaceID, name string) {
 	}
 }
 
-// TestGrantsOfOtherProcesses: grants are sealed anew for an egress process that has come in the place of another, and before their time is over.
+// TestGrantsOfOtherProcesses: grants are sealed again for an egress process that has come in the place of another, and before their time is over.
 func TestGrantsOfOtherProcesses(t *testing.T) {
 	t.Parallel()
 	w, _ := granting(t)
@@ -264,7 +264,7 @@ func TestGrantsOfOtherProcesses(t *testing.T) {
 	w.wantGrants(ws.ID, "a=secret of a")
 	rules := w.runner.Rules(ws.Sandbox.ID)
 	w.sql(`UPDATE workspaces SET grants_until = now() WHERE id = $1`, ws.ID)
-	eventually(t, "grants are sealed anew", func() bool {
+	eventually(t, "grants are sealed again", func() bool {
 		now := w.runner.Rules(ws.Sandbox.ID)
 		return now.Version == rules.Version && string(now.Grants) != string(rules.Grants)
 	})

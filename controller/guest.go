@@ -35,7 +35,7 @@ func (c *Controller) Guest(ctx context.Context, project core.ProjectID, id core.
 // guestOf returns the transport to a guest. Streams through it count as use of its workspace.
 func (c *Controller) guestOf(w Workspace) http.RoundTripper {
 	way := c.guests.Transport(w.Sandbox)
-	if w.Rest.IdleAfter == 0 {
+	if w.IdlePolicy.IdleAfter == 0 {
 		return way
 	}
 	return c.idle.Transport(w.ID, way)

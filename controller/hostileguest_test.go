@@ -357,7 +357,7 @@ func TestSessionRowsEnd(t *testing.T) {
 	if _, err := w.Terminate(t.Context(), w.project, ws.ID, wait); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the rows go with the workspace", func() bool { // the chore does this once a minute
+	eventually(t, "the rows go with the workspace", func() bool { // the periodic job does this once a minute
 		if err := w.Sweep(t.Context()); err != nil {
 			t.Fatal(err)
 		}

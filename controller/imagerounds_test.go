@@ -105,7 +105,7 @@ func (m *images) round() {
 	busy.Wait()
 }
 
-// change moves the time on, loses hosts and has them come back, starts their processes anew and says where forks go.
+// change moves the time on, loses hosts and has them come back, starts their processes again and says where forks go.
 func (m *images) change() {
 	if m.random.IntN(2) == 0 {
 		m.age()
@@ -120,7 +120,7 @@ func (m *images) change() {
 		m.said("host %d is lost", slices.Index(m.hosts, h))
 		m.lose(h)
 	case !h.lost && m.random.IntN(5) == 0:
-		m.said("host %d starts anew", slices.Index(m.hosts, h))
+		m.said("host %d starts again", slices.Index(m.hosts, h))
 		m.join(h)
 	}
 	var full []*host
@@ -445,7 +445,7 @@ func (m *images) rest() {
 }
 
 // TestImagesAgainstModel runs random sequences of forks, writes, checkpoints, seals, fetches, deletions and collections, several at once, on
-// three hosts that start anew, are lost and come back, with real images in a real store; what is killed between two of its steps does nothing
+// three hosts that start again, are lost and come back, with real images in a real store; what is killed between two of its steps does nothing
 // any more, and what stood still goes on when others have taken its place. Every checkpoint that is sealed reads as what its workspace was,
 // byte by byte; what was captured can be sealed in the end; and when all is deleted nothing is left.
 func TestImagesAgainstModel(t *testing.T) {

@@ -195,7 +195,7 @@ func newImages(t *testing.T, blobs blob.Blobs, seed uint64) *images {
 		cfg = *c
 	})
 	m.stop()
-	m.Controller, m.stop = m.startOn(crashingStore{withoutChores{m.store}}, cfg)
+	m.Controller, m.stop = m.startOn(crashingStore{withoutPeriodicJobs{m.store}}, cfg)
 	m.hosts = []*host{{Runner: m.runner}, {Runner: runnertest.Start(t, runnertest.Config{Fetch: m.fetch})}, {Runner: runnertest.Start(t, runnertest.Config{Fetch: m.fetch})}}
 	for _, h := range m.hosts {
 		h.lazy = map[core.CheckpointID]*snapshotstore.Snapshot{}

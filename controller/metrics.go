@@ -29,7 +29,7 @@ type metrics struct {
 	stored    prometheus.Counter
 	collected *prometheus.CounterVec // unit
 
-	choresFailed *prometheus.CounterVec // chore
+	jobsFailed *prometheus.CounterVec // the label "chore" names the job
 
 	attestations *prometheus.CounterVec // outcome
 
@@ -65,7 +65,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	m.stored = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_stored_bytes_total", Help: "Bytes of objects written for checkpoints that were sealed."})
 	reg.MustRegister(m.stored)
 	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
-	m.choresFailed = counter("chores_failed_total", "Chores, and parts of chores, that failed here. They are due again after their interval.", "chore")
+	m.jobsFailed = counter("chores_failed_total", "Periodic jobs, and parts of them, that failed here. They are due again after their interval.", "chore")
 	m.attestations = counter("attestations_total", "Attestations that runners sent with children of forks.", "outcome")
 	m.inventedSessions = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "coppice_controller_sessions_not_shown_total", Help: "Sessions in lists of guests that have no row and get none: the guest invented them or has too many.",

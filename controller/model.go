@@ -22,7 +22,7 @@ type (
 	Failure         = model.Failure
 	Stall           = model.Stall
 	IdleAction      = model.IdleAction
-	Rest            = model.Rest
+	IdlePolicy      = model.IdlePolicy
 	Workspace       = model.Workspace
 	EndedWorkspace  = model.EndedWorkspace
 	WorkspaceFilter = model.WorkspaceFilter

@@ -129,7 +129,7 @@ func (c *Controller) makeParts() {
 	c.Keeper = sessions.New(c.sessionsConfig(), partStore[sessions.Tx]{store, func(tx AllTx) sessions.Tx { return tx }})
 	c.Rounds = retention.New(retention.Config{
 		Delete: c.pruneRound, Batch: retention.MaxDeletions, Log: c.log,
-		Failed: func() { c.metrics.choresFailed.WithLabelValues("retention").Inc() },
+		Failed: func() { c.metrics.jobsFailed.WithLabelValues("retention").Inc() },
 	}, partStore[retention.Tx]{store, func(tx AllTx) retention.Tx { return tx }})
 	c.Sealer = sealing.New(sealing.Config{
 		Blobs: c.cfg.Store, Keys: c.dataKeys, Log: c.log,

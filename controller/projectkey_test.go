@@ -50,13 +50,13 @@ func TestSealKeys(t *testing.T) {
 	plain := w.checkpoint(ws.ID)
 	w.seal(files, plain.ID)
 	a := w.checkpoint(ws.ID)
-	began := w.begin(files, a.ID) // in clear
+	began := w.begin(files, a.ID) // unencrypted
 	w.encrypt(controller.EncryptionPatch{Mode: controller.EncryptionEnvelope})
 	if err := began.Write(t.Context(), nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := began.End(t.Context()); core.CodeOf(err) != core.CodeInvalidField || !strings.Contains(err.Error(), "unencrypted") {
-		t.Fatalf("what was begun in clear is sealed: %v", err)
+		t.Fatalf("what was begun unencrypted is sealed: %v", err)
 	}
 	u := w.begin(files, a.ID)
 	if u.Begun.KeyVersion != 1 || u.Begun.Key == nil || u.Begun.Reference != nil || len(u.Begun.Keys) > 0 {
@@ -76,7 +76,7 @@ func TestSealKeys(t *testing.T) {
 	if u.Begun.KeyVersion != 2 || *u.Begun.Key == first || u.Begun.Reference.CheckpointID != a.ID || len(u.Begun.Keys) != 1 || u.Begun.Keys[prefix] != first {
 		t.Errorf("%+v", u.Begun)
 	}
-	// What failed is seen, and begun anew when the keys are back.
+	// What failed is seen, and begun again when the keys are back.
 	keys.away = core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "the vault is sealed")
 	if _, err := w.runner.BeginSeal(t.Context(), w, files, w.epoch, b.ID); core.CodeOf(err) != core.CodeKeyUnavailable {
 		t.Errorf("without keys: %v", err)

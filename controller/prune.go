@@ -19,7 +19,7 @@ type (
 	Deletion    = retention.Deletion
 )
 
-// PruneCheckpoints takes a checkpoint and everything that grew from it, and deletes what a policy does not keep.
+// PruneCheckpoints takes a checkpoint and everything that descends from it, and deletes what a policy does not keep.
 func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, dryRun bool, wait time.Duration) (Answer, error) {
 	if err := policy.Validate(); err != nil {
 		return Answer{}, err
@@ -31,7 +31,7 @@ func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectI
 	return c.prune(ctx, project, plan.Deletions(plan.Remove), dryRun, wait)
 }
 
-// DeleteCheckpoints deletes a checkpoint and everything that grew from it. If one of these checkpoints cannot be deleted, it deletes none.
+// DeleteCheckpoints deletes a checkpoint and everything that descends from it. If one of these checkpoints cannot be deleted, it deletes none.
 func (c *Controller) DeleteCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, cascade, dryRun bool, wait time.Duration) (Answer, error) {
 	plan, err := c.Cascade(ctx, project, id, cascade)
 	if err != nil {
@@ -100,7 +100,7 @@ func (k *pruneCheckpoints) work(ctx context.Context, c *Controller, t *task) err
 	})
 }
 
-// DeleteCheckpoint deletes a checkpoint and its bytes, but nothing that grew from it. It is no error if the checkpoint is deleted already.
+// DeleteCheckpoint deletes a checkpoint and its bytes, but nothing that descends from it. It is no error if the checkpoint is deleted already.
 func (c *Controller) DeleteCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) error {
 	cp, err := read(ctx, c, InProject(project), func(tx Tx) (Checkpoint, error) {
 		cp, err := tx.Checkpoint(ctx, id)

@@ -225,7 +225,7 @@ func TestRetention(t *testing.T) {
 			t.Fatalf("%+v, %v", got, err)
 		}
 	}
-	// A chore is due at its interval, and when somebody is elected: let somebody be.
+	// A periodic job is due at its interval, and when somebody is elected: let somebody be.
 	w.stop()
 	w.Controller, w.stop = w.start(controller.Config{LoopInterval: 50 * time.Millisecond})
 	eventually(t, "all but the best are gone", func() bool {

@@ -11,7 +11,7 @@ import (
 // restoreWorkspace is the kind restore_workspace: it rolls a workspace back in place.
 type restoreWorkspace struct{ switchInput }
 
-// RestoreWorkspace rolls a workspace back to a checkpoint, in place. A new sandbox is grown from the checkpoint and resealed before
+// RestoreWorkspace rolls a workspace back to a checkpoint, in place. A new sandbox is restored from the checkpoint and resealed before
 // the old one is destroyed. A suspended workspace has no old one, and runs afterwards. If this fails, nothing has changed.
 func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID, wait time.Duration) (Answer, error) {
 	op := Operation{ProjectID: project, Kind: OpRestoreWorkspace, Step: "fork", WorkspaceID: id, CheckpointID: checkpoint}
@@ -43,7 +43,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 	if w.State != core.WorkspaceReady && !asleep {
 		return nil, w.NotReady()
 	}
-	tx.HoldCheckpoint(checkpoint)
+	tx.LockCheckpoint(checkpoint)
 	source, err := c.source(ctx, tx, checkpoint)
 	if err != nil {
 		return nil, err

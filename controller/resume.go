@@ -81,7 +81,7 @@ func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID
 		if err := tx.RenewTTL(ctx, id); err != nil { // before it is ready: it must not be suspended at once
 			return nil, err
 		}
-		tx.HoldCheckpoint(w.Head)
+		tx.LockCheckpoint(w.Head)
 		source, err := c.source(ctx, tx, w.Head)
 		if err != nil {
 			return nil, err

@@ -150,7 +150,7 @@ func TestSealRefused(t *testing.T) {
 	}
 	u := w.begin(files, a.ID)
 	stale := w.epoch
-	w.register() // the runner was started anew
+	w.register() // the runner was started again
 	wantCode(t, u.End(t.Context()), core.CodeRunnerLost)
 	wantCode(t, u.Fail(t.Context(), errors.New("x")), core.CodeRunnerLost)
 	// To a runner STATE_CONFLICT means that the checkpoint is sealed, and it never tries again.

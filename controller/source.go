@@ -34,7 +34,7 @@ func (c *Controller) placeFrom(ctx context.Context, tx Tx, source Checkpoint, co
 	if source.State != core.CheckpointSealed {
 		if even {
 			return nil, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady,
-				"checkpoint %s is %s, so it is on one runner only and cannot be spread; wait until it is sealed (?wait=sealed), or grow it without", source.ID, source.State)
+				"checkpoint %s is %s, so it is on one runner only and cannot be spread; wait until it is sealed (?wait=sealed), or fork it without", source.ID, source.State)
 		}
 		req.Holder = source.RunnerID
 		return c.placeEach(ctx, tx, req, false)

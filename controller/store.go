@@ -35,19 +35,19 @@ type Store interface {
 	InTx(ctx context.Context, scope Scope, fn func(AllTx) error) error
 	// Ping reports whether the database answers.
 	Ping(ctx context.Context) error
-	// Notify tells the listeners of all controllers that these operations have ended. It is a hint and may be lost.
+	// Notify says to the listeners of all controllers that these operations have ended. It is a hint and may be lost.
 	Notify(ctx context.Context, ended []core.OperationID) error
 	// Listen calls ended for every operation that Notify names, and revoked for every key that a committed transaction has
 	// revoked. It returns when the context ends or the connection breaks.
 	Listen(ctx context.Context, ended func(core.OperationID), revoked func(core.KeyID)) error
-	// Chores makes each chore run at its interval on one of all controllers that call it, until ctx ends or the database
+	// RunPeriodicJobs makes each job run at its interval on one of all controllers that call it, until ctx ends or the database
 	// cannot be reached.
-	Chores(ctx context.Context, list []Chore, log *slog.Logger) error
+	RunPeriodicJobs(ctx context.Context, list []PeriodicJob, log *slog.Logger) error
 }
 
-// Chore is periodic work that one controller does for all. After an election, Do may run on two controllers at the same time, or twice in
+// PeriodicJob is periodic work that one controller does for all. After an election, Do may run on two controllers at the same time, or twice in
 // a row. So it is idempotent: compare-and-set decides what it changes.
-type Chore struct {
+type PeriodicJob struct {
 	Name  string
 	Every time.Duration // at least a second
 	Do    func(ctx context.Context) error
@@ -94,7 +94,7 @@ type WorkspaceTx interface {
 	// ReadyWorkspaces also leaves out workspaces on a runner that was given up.
 	ReadyWorkspaces(ctx context.Context, list []ReadyWorkspace) ([]Workspace, error)
 	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, and ends the old sandbox. It records what the runner of
-	// the new sandbox was told. It fails with RUNNER_LOST if that runner was given up.
+	// the new sandbox was sent. It fails with RUNNER_LOST if that runner was given up.
 	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, given grants.Given) (Workspace, error)
 	// CapturedWorkspace makes a workspace ready after a capture, or lost if its runner was given up. head is nil if the capture failed.
 	CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *Checkpoint) (Workspace, error)
@@ -123,8 +123,8 @@ type SandboxTx interface {
 
 // CheckpointTx keeps the tree.
 type CheckpointTx interface {
-	// HoldCheckpoint makes DeleteCheckpoint of a checkpoint wait until this transaction ends. Call it before reading the checkpoint.
-	HoldCheckpoint(id core.CheckpointID)
+	// LockCheckpoint makes DeleteCheckpoint of a checkpoint wait until this transaction ends. Call it before reading the checkpoint.
+	LockCheckpoint(id core.CheckpointID)
 	// Checkpoint does not find pruned checkpoints.
 	Checkpoint(ctx context.Context, id core.CheckpointID) (Checkpoint, error)
 	// LiveTemplate returns a template of the image and shape. It prefers one on the runner, then a sealed one, unless the template must be

@@ -27,12 +27,12 @@ func TestStoredInputs(t *testing.T) {
 		stored string
 		want   kind
 	}{
-		{OpCreateWorkspace, `{` + children + `}`, &createWorkspace{growInput{Children: list}}},
-		{OpCreateWorkspace, `{` + children + `,"source":"ckpt_1"}`, &createWorkspace{growInput{Children: list, Source: "ckpt_1"}}},
+		{OpCreateWorkspace, `{` + children + `}`, &createWorkspace{forkInput{Children: list}}},
+		{OpCreateWorkspace, `{` + children + `,"source":"ckpt_1"}`, &createWorkspace{forkInput{Children: list, Source: "ckpt_1"}}},
 		{OpCreateTemplate, `{"capture":"ckpt_2"}`, &createTemplate{Capture: "ckpt_2"}},
 		{OpCreateCheckpoint, `{` + capture + `}`, &createCheckpoint{captured}},
-		{OpForkCheckpoint, `{` + children + `,"all_or_nothing":true,"source":"ckpt_1"}`, &forkCheckpoint{growInput{Children: list, AllOrNothing: true, Source: "ckpt_1"}}},
-		{OpRestoreCheckpoint, `{` + children + `,"source":"ckpt_1"}`, &restoreCheckpoint{growInput{Children: list, Source: "ckpt_1"}}},
+		{OpForkCheckpoint, `{` + children + `,"all_or_nothing":true,"source":"ckpt_1"}`, &forkCheckpoint{forkInput{Children: list, AllOrNothing: true, Source: "ckpt_1"}}},
+		{OpRestoreCheckpoint, `{` + children + `,"source":"ckpt_1"}`, &restoreCheckpoint{forkInput{Children: list, Source: "ckpt_1"}}},
 		{OpForkWorkspace, `{` + children + `,"all_or_nothing":true,` + capture + `}`, &forkWorkspace{captureInput: captured, Children: list, AllOrNothing: true}},
 		{OpRestoreWorkspace, `{` + switched + `}`, &restoreWorkspace{next}},
 		{OpTerminateWorkspace, `{"epoch":3}`, &terminateWorkspace{Epoch: 3}},

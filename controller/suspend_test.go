@@ -249,22 +249,22 @@ func TestIdle(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.UseInterval = 50 * time.Millisecond })
 	ctx := t.Context()
-	make := func(name string, rest controller.Rest) core.WorkspaceID {
-		a, err := w.CreateWorkspace(ctx, w.project, controller.CreateRequest{Name: name, Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, Rest: rest}, wait)
-		if err != nil || a.Result.Workspace.Rest != rest {
+	make := func(name string, policy controller.IdlePolicy) core.WorkspaceID {
+		a, err := w.CreateWorkspace(ctx, w.project, controller.CreateRequest{Name: name, Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, IdlePolicy: policy}, wait)
+		if err != nil || a.Result.Workspace.IdlePolicy != policy {
 			t.Fatalf("%s: %+v, %v", name, a, err)
 		}
 		return a.Result.Workspace.ID
 	}
-	suspend := controller.Rest{IdleAfter: time.Hour, OnIdle: controller.IdleSuspend}
-	always := make("always", controller.Rest{})
+	suspend := controller.IdlePolicy{IdleAfter: time.Hour, OnIdle: controller.IdleSuspend}
+	always := make("always", controller.IdlePolicy{})
 	running := make("running", suspend)
 	if _, err := w.StartSession(ctx, w.project, running, controller.ExecRequest{Command: []string{"cat"}, StdinOpen: true}); err != nil {
 		t.Fatal(err)
 	}
 	used := make("used", suspend)
 	asleep := make("asleep", suspend)
-	gone := make("gone", controller.Rest{IdleAfter: time.Hour, OnIdle: controller.IdleTerminate})
+	gone := make("gone", controller.IdlePolicy{IdleAfter: time.Hour, OnIdle: controller.IdleTerminate})
 	if _, err := w.Processes(ctx, w.project, used); err != nil {
 		t.Fatal(err)
 	}

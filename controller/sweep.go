@@ -15,9 +15,9 @@ const (
 	reportsInParts = 2 * 365 * 24 * time.Hour // older rows of reports, samples and the audit log stay in the default partition
 )
 
-// parts runs the parts of a chore.
+// parts runs the parts of a periodic job.
 func (c *Controller) parts(ctx context.Context, list ...sweep.Part) error {
-	return sweep.Parts(ctx, func(name string) { c.metrics.choresFailed.WithLabelValues(name).Inc() }, list...)
+	return sweep.Parts(ctx, func(name string) { c.metrics.jobsFailed.WithLabelValues(name).Inc() }, list...)
 }
 
 // batches repeats a transaction of the system; see sweep.Batches.

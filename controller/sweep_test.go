@@ -15,13 +15,13 @@ import (
 	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 )
 
-// choreStore gives the chores to a test instead of running them.
-type choreStore struct {
+// jobStore gives the periodic jobs to a test instead of running them.
+type jobStore struct {
 	*postgres.Store
-	list chan []controller.Chore
+	list chan []controller.PeriodicJob
 }
 
-func (s choreStore) Chores(ctx context.Context, list []controller.Chore, _ *slog.Logger) error {
+func (s jobStore) RunPeriodicJobs(ctx context.Context, list []controller.PeriodicJob, _ *slog.Logger) error {
 	select {
 	case s.list <- list:
 	case <-ctx.Done():
@@ -37,12 +37,12 @@ func TestSweepGoesOn(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	w := newWorld(t)
 	w.stop()
-	store := choreStore{w.store, make(chan []controller.Chore)}
+	store := jobStore{w.store, make(chan []controller.PeriodicJob)}
 	cfg := controller.Config{ClusterID: "test", LoopInterval: 50 * time.Millisecond, SessionsKept: time.Millisecond, Metrics: reg}
 	w.startOn(store, cfg)
-	chores := map[string]controller.Chore{}
+	jobs := map[string]controller.PeriodicJob{}
 	for _, c := range <-store.list {
-		chores[c.Name] = c
+		jobs[c.Name] = c
 	}
 	conn, err := pgx.Connect(t.Context(), w.dsn)
 	if err != nil {
@@ -69,16 +69,16 @@ func TestSweepGoesOn(t *testing.T) {
 	}
 	exec(`INSERT INTO usage_samples (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes) SELECT project_id, 'w', 's' || i, 1, 1, 1
 		FROM generate_series(1, 50) i, (SELECT id AS project_id FROM projects LIMIT 1) p`)
-	exec(`INSERT INTO session_counts (project_id, rows) SELECT id, 77 FROM projects`) // it counts anew
+	exec(`INSERT INTO session_counts (project_id, rows) SELECT id, 77 FROM projects`) // it counts again
 	// What fails: rows that nobody may delete or look at, a table that has a wrong partition.
 	exec(`REVOKE DELETE ON sessions, attach_tokens FROM coppice_app`)
 	exec(`REVOKE UPDATE ON checkpoints FROM coppice_app`) // which fails abandon_seals
 	exec(`ALTER TABLE reseal_reports_default RENAME TO reseal_reports_odd`)
 	exec(`REVOKE DELETE ON flow_batches FROM coppice_app`)
 
-	delete(chores, "roll_usage") // it removes samples, too: here the partitions have to move them
+	delete(jobs, "roll_usage") // it removes samples, too: here the partitions have to move them
 	failed := map[string]bool{}
-	for name, c := range chores {
+	for name, c := range jobs {
 		if err := c.Do(t.Context()); err != nil {
 			failed[name] = true
 			if name == "partitions" && (!strings.Contains(err.Error(), "partitions_reseal_reports") || strings.Contains(err.Error(), "usage")) {
@@ -107,17 +107,17 @@ func TestSweepGoesOn(t *testing.T) {
 		t.Errorf("%d samples are in the default partition", n)
 	}
 	counted := testmetrics.Of(t, reg)
-	const chore = "coppice_controller_chores_failed_total "
+	const failures = "coppice_controller_chores_failed_total "
 	for _, name := range []string{"partitions", "partitions_reseal_reports", "sessions", "sweep_tokens", "flow_counts", "flows"} {
-		if counted[chore+name] != 1 {
-			t.Errorf("failures of %s: %v", name, counted[chore+name])
+		if counted[failures+name] != 1 {
+			t.Errorf("failures of %s: %v", name, counted[failures+name])
 		}
 	}
-	if counted[chore+"partitions_usage_samples"] != 0 || counted[chore+"count_sessions"] != 0 {
+	if counted[failures+"partitions_usage_samples"] != 0 || counted[failures+"count_sessions"] != 0 {
 		t.Errorf("failures: %v", counted)
 	}
 	exec(`ALTER TABLE reseal_reports_odd RENAME TO reseal_reports_default`)
-	if err := chores["partitions"].Do(t.Context()); err != nil {
+	if err := jobs["partitions"].Do(t.Context()); err != nil {
 		t.Errorf("after it was mended: %v", err)
 	}
 }

@@ -11,7 +11,7 @@ import (
 
 // switchInput is the input of an operation that puts a workspace into its next epoch, in another sandbox.
 type switchInput struct {
-	Source  core.CheckpointID `json:"source,omitempty"`  // grown from
+	Source  core.CheckpointID `json:"source,omitempty"`  // restored from
 	Epoch   int64             `json:"epoch,omitempty"`   // of the workspace before
 	Sandbox core.SandboxID    `json:"sandbox,omitempty"` // in that epoch; empty: it has none
 	Next    core.SandboxID    `json:"next,omitempty"`    // the new one
@@ -81,13 +81,13 @@ func (in *switchInput) load(ctx context.Context, c *Controller, t *task) (*resto
 	return plan, err
 }
 
-// switchSandbox grows the new sandbox and puts the workspace into it. With sessions, its sessions go on there.
+// switchSandbox restores the new sandbox and puts the workspace into it. With sessions, its sessions go on there.
 func (in *switchInput) switchSandbox(ctx context.Context, c *Controller, t *task, plan *restorePlan, sessions bool) error {
 	child := plan.workspace
 	child.Sandbox = plan.next
 	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
-	grown := &forkcall.Plan{Children: []Workspace{child}, Source: plan.source, Loaded: plan.loaded}
-	got, err := c.forks.Fork(ctx, grown)
+	fork := &forkcall.Plan{Children: []Workspace{child}, Source: plan.source, Loaded: plan.loaded}
+	got, err := c.forks.Fork(ctx, fork)
 	t.Lap("fork")
 	if err == nil {
 		err = got[0].Problem.Err()

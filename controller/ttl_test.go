@@ -15,9 +15,9 @@ func TestSuspendAtTTL(t *testing.T) {
 	w := newWorld(t)
 	ctx := t.Context()
 	create := func(name string, on controller.IdleAction) controller.Workspace {
-		req := controller.CreateRequest{Name: name, Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, TTL: time.Hour, Rest: controller.Rest{OnTTL: on}}
+		req := controller.CreateRequest{Name: name, Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, TTL: time.Hour, IdlePolicy: controller.IdlePolicy{OnTTL: on}}
 		a, err := w.CreateWorkspace(ctx, w.project, req, wait)
-		if err != nil || a.Result.Workspace.Rest.OnTTL != on {
+		if err != nil || a.Result.Workspace.IdlePolicy.OnTTL != on {
 			t.Fatalf("%s: %+v, %v", name, a, err)
 		}
 		return *a.Result.Workspace
@@ -34,8 +34,8 @@ func TestSuspendAtTTL(t *testing.T) {
 	}
 	// What becomes of it may be changed, also while it sleeps.
 	w.suspend(sleeper.ID)
-	if now, err = w.PatchWorkspace(ctx, w.project, sleeper.ID, controller.WorkspacePatch{OnTTL: controller.IdleTerminate}); err != nil || now.Rest.OnTTL != "" {
-		t.Errorf("%+v (%v)", now.Rest, err)
+	if now, err = w.PatchWorkspace(ctx, w.project, sleeper.ID, controller.WorkspacePatch{OnTTL: controller.IdleTerminate}); err != nil || now.IdlePolicy.OnTTL != "" {
+		t.Errorf("%+v (%v)", now.IdlePolicy, err)
 	}
 	w.sql(`UPDATE workspaces SET expires_at = now() - interval '1 s' WHERE id = $1`, sleeper.ID)
 	eventually(t, "it is terminated", func() bool { return w.state(sleeper.ID) == core.WorkspaceTerminated })
@@ -47,7 +47,7 @@ func TestSuspendAtTTLObeysTheQuota(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	ctx := t.Context()
-	req := controller.CreateRequest{Name: "full", Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, TTL: time.Hour, Rest: controller.Rest{OnTTL: controller.IdleSuspend}}
+	req := controller.CreateRequest{Name: "full", Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, TTL: time.Hour, IdlePolicy: controller.IdlePolicy{OnTTL: controller.IdleSuspend}}
 	a, err := w.CreateWorkspace(ctx, w.project, req, wait)
 	if err != nil {
 		t.Fatal(err)

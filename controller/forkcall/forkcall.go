@@ -22,7 +22,7 @@ import (
 type Plan struct {
 	Children []model.Workspace // in the requested order, each with its sandbox and the runner of the sandbox
 	Source   model.Checkpoint
-	Loaded   bool // the plan is from rows: children may have been grown before, with other rules
+	Loaded   bool // the plan is from rows: children may have been forked before, with other rules
 }
 
 // Child is a child of a fork after its runner has answered.
@@ -76,7 +76,7 @@ func (c *Caller) Fork(ctx context.Context, plan *Plan) ([]Child, error) {
 			}
 			got, err := c.share(ctx, plan, children)
 			if err != nil {
-				c.cfg.Log.WarnContext(ctx, "a runner did not grow its share of a fork", "checkpoint_id", plan.Source.ID, "runner_id", children[0].Sandbox.RunnerID, "err", err)
+				c.cfg.Log.WarnContext(ctx, "a runner did not make its share of a fork", "checkpoint_id", plan.Source.ID, "runner_id", children[0].Sandbox.RunnerID, "err", err)
 			}
 			for n, i := range share { // no other share has this place
 				if err != nil {
@@ -95,7 +95,7 @@ func (c *Caller) Fork(ctx context.Context, plan *Plan) ([]Child, error) {
 }
 
 // share asks the one runner of some of the children. It repeats the request if the runner could not be reached, and checks every
-// answer. A child counts as grown only with a complete reseal of its generation, and with an attestation by the runner that was asked.
+// answer. A child counts as forked only with a complete reseal of its generation, and with an attestation by the runner that was asked.
 func (c *Caller) share(ctx context.Context, plan *Plan, children []model.Workspace) ([]Child, error) {
 	req := runnerapi.Fork{CheckpointID: plan.Source.ID, Sources: plan.Source.Sources, Peers: plan.Source.Peers, Expected: plan.Source.Expected()}
 	// A host that joined again is another runner. It may still hold the checkpoint that it captured
@@ -106,7 +106,7 @@ func (c *Caller) share(ctx context.Context, plan *Plan, children []model.Workspa
 	if err != nil {
 		return nil, err
 	}
-	// Without the keys a runner can still grow a checkpoint that it has. Another runner reports that it lacks the keys; this is the cause.
+	// Without the keys a runner can still fork a checkpoint that it has. Another runner reports that it lacks the keys; this is the cause.
 	keys, unavailable := c.cfg.Keys.For(ctx, plan.Source.Sources...)
 	if unavailable != nil && core.CodeOf(unavailable) != core.CodeKeyUnavailable {
 		return nil, unavailable

@@ -57,8 +57,8 @@ func workspaceOf(w controller.Workspace) api.Workspace {
 		ParentCheckpointID: string(w.Parent), CheckpointID: string(w.Head), RunnerID: string(w.Sandbox.RunnerID), Failure: failureOf(w.Failure),
 		CreatedAt: w.CreatedAt, ReadyAt: w.ReadyAt, ExpiresAt: w.ExpiresAt, EndedAt: w.EndedAt,
 	}
-	out.OnTTL = api.OnTTL(cmp.Or(w.Rest.OnTTL, controller.IdleTerminate))
-	out.IdleSeconds, out.OnIdle, out.AutoResume = int64(w.Rest.IdleAfter/time.Second), api.OnIdle(w.Rest.OnIdle), w.Rest.AutoResume
+	out.OnTTL = api.OnTTL(cmp.Or(w.IdlePolicy.OnTTL, controller.IdleTerminate))
+	out.IdleSeconds, out.OnIdle, out.AutoResume = int64(w.IdlePolicy.IdleAfter/time.Second), api.OnIdle(w.IdlePolicy.OnIdle), w.IdlePolicy.AutoResume
 	switch {
 	case w.Unknown:
 		out.Condition = api.ConditionUnknown

@@ -187,7 +187,7 @@ func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
 		}
 	}
 	var err error
-	if out.Rest, err = idlePolicyIn(b.IdleSeconds, b.OnIdle, b.AutoResume, b.OnTTL); err != nil {
+	if out.IdlePolicy, err = idlePolicyIn(b.IdleSeconds, b.OnIdle, b.AutoResume, b.OnTTL); err != nil {
 		return out, err
 	}
 	out.Egress = core.EgressPolicy(b.Network.EgressPolicy)
@@ -222,8 +222,8 @@ type forkOptions struct {
 }
 
 // idlePolicyIn reads what becomes of a workspace that is not used.
-func idlePolicyIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume, onTTL api.OnTTL) (controller.Rest, error) {
-	out := controller.Rest{IdleAfter: seconds(idle), OnIdle: controller.IdleAction(onIdle), AutoResume: autoResume, OnTTL: controller.IdleAction(onTTL)}
+func idlePolicyIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume, onTTL api.OnTTL) (controller.IdlePolicy, error) {
+	out := controller.IdlePolicy{IdleAfter: seconds(idle), OnIdle: controller.IdleAction(onIdle), AutoResume: autoResume, OnTTL: controller.IdleAction(onTTL)}
 	switch {
 	case idle == 0 && onIdle != "":
 		return out, invalid("on_idle", "it needs idle_seconds")
@@ -242,7 +242,7 @@ func forkIn(g forkOptions) (controller.ForkRequest, error) {
 	if out.Grants, err = grantsIn(g.grants); err != nil {
 		return out, err
 	}
-	if out.Rest, err = idlePolicyIn(g.idle, g.onIdle, g.autoResume, g.onTTL); err != nil {
+	if out.IdlePolicy, err = idlePolicyIn(g.idle, g.onIdle, g.autoResume, g.onTTL); err != nil {
 		return out, err
 	}
 	out.Egress = core.EgressPolicy(g.network.EgressPolicy)

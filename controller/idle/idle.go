@@ -134,7 +134,7 @@ func (u *uses) take() []core.WorkspaceID {
 
 // Used notes that a workspace is in use.
 func (k *Keeper) Used(w model.Workspace) {
-	if w.Rest.IdleAfter > 0 {
+	if w.IdlePolicy.IdleAfter > 0 {
 		k.uses.add(w.ID)
 	}
 }
@@ -176,7 +176,7 @@ func (k *Keeper) Expire(ctx context.Context) error {
 	group.SetLimit(idleConcurrency)
 	for _, w := range due {
 		group.Go(func() error {
-			switch err := k.rest(ctx, w); core.CodeOf(err) {
+			switch err := k.apply(ctx, w); core.CodeOf(err) {
 			case "", core.CodeStateConflict, core.CodeWorkspaceNotReady, core.CodeControllerStopping: // used again, or another request was faster
 			default:
 				k.cfg.Log.WarnContext(ctx, "idle workspace was left as it is", "workspace_id", w.ID, "err", err)
@@ -187,8 +187,8 @@ func (k *Keeper) Expire(ctx context.Context) error {
 	return group.Wait()
 }
 
-// rest applies the idle policy to one workspace, unless a session runs in it.
-func (k *Keeper) rest(ctx context.Context, w model.Workspace) error {
+// apply applies the idle policy to one workspace, unless a session runs in it.
+func (k *Keeper) apply(ctx context.Context, w model.Workspace) error {
 	ask, cancel := context.WithTimeout(ctx, idleAsk)
 	defer cancel()
 	running, err := k.cfg.Sessions(ask, w.Sandbox)
@@ -206,7 +206,7 @@ func (k *Keeper) rest(ctx context.Context, w model.Workspace) error {
 		}
 		return err
 	}
-	if w.Rest.OnIdle == model.IdleTerminate {
+	if w.IdlePolicy.OnIdle == model.IdleTerminate {
 		if err := k.cfg.Terminate(ctx, w, stillIdle); err != nil {
 			return err
 		}

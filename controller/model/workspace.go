@@ -30,8 +30,8 @@ const (
 	IdleTerminate IdleAction = "terminate"
 )
 
-// Rest is the idle policy of a workspace.
-type Rest struct {
+// IdlePolicy is the idle policy of a workspace.
+type IdlePolicy struct {
 	IdleAfter  time.Duration // 0: nothing
 	OnIdle     IdleAction    // empty when IdleAfter is 0
 	AutoResume bool          // a suspended workspace is resumed when somebody uses it
@@ -40,29 +40,29 @@ type Rest struct {
 
 // Workspace is the durable thing a user works in, with the sandbox that it has now.
 type Workspace struct {
-	ID        core.WorkspaceID
-	ProjectID core.ProjectID
-	Name      string
-	State     core.WorkspaceState
-	Unknown   bool  // its runner has been silent for a while
-	Stall     Stall // the zero value while it does not stand still
-	Epoch     int64 // grows with every restore in place
-	Version   int64 // of labels and expiry
-	Image     ImageRef
-	Resources core.Resources
-	Egress    core.EgressPolicy
-	Rules     grants.Rules
-	Env       map[string]string
-	Labels    map[string]string
-	Rest      Rest
-	Parent    core.CheckpointID // made from
-	Head      core.CheckpointID // last forked from, restored to or captured as
-	Sandbox   Sandbox           // the zero value when it has none that lives
-	Failure   *Failure
-	CreatedAt time.Time
-	ReadyAt   time.Time
-	ExpiresAt time.Time
-	EndedAt   time.Time
+	ID         core.WorkspaceID
+	ProjectID  core.ProjectID
+	Name       string
+	State      core.WorkspaceState
+	Unknown    bool  // its runner has been silent for a while
+	Stall      Stall // the zero value while it does not stand still
+	Epoch      int64 // grows with every restore in place
+	Version    int64 // of labels and expiry
+	Image      ImageRef
+	Resources  core.Resources
+	Egress     core.EgressPolicy
+	Rules      grants.Rules
+	Env        map[string]string
+	Labels     map[string]string
+	IdlePolicy IdlePolicy
+	Parent     core.CheckpointID // made from
+	Head       core.CheckpointID // last forked from, restored to or captured as
+	Sandbox    Sandbox           // the zero value when it has none that lives
+	Failure    *Failure
+	CreatedAt  time.Time
+	ReadyAt    time.Time
+	ExpiresAt  time.Time
+	EndedAt    time.Time
 }
 
 // EndedWorkspace ends a workspace. To is terminated, failed or lost.
@@ -181,7 +181,7 @@ func (w Workspace) Reachable() error {
 
 // Asleep reports whether a workspace with auto-resume may have to be resumed.
 func (w Workspace) Asleep() bool {
-	return w.Rest.AutoResume && (w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring || w.State == core.WorkspaceCheckpointing)
+	return w.IdlePolicy.AutoResume && (w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring || w.State == core.WorkspaceCheckpointing)
 }
 
 // WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.

@@ -129,9 +129,9 @@ func noCheckpoint(id core.CheckpointID) error {
 	return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no checkpoint %s", id)
 }
 
-// HoldCheckpoint and DeleteCheckpoint exclude each other by an advisory lock, which works on shared rows too: row locks need
+// LockCheckpoint and DeleteCheckpoint exclude each other by an advisory lock, which works on shared rows too: row locks need
 // the right to write.
-func (t *tx) HoldCheckpoint(id core.CheckpointID) {
+func (t *tx) LockCheckpoint(id core.CheckpointID) {
 	t.Soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, pgtx.Args{"id": id})
 }
 

@@ -238,7 +238,7 @@ func TestDeleteWaitsForAFork(t *testing.T) {
 		})
 	}()
 	d.mine(func(ctx context.Context, tx controller.AllTx) error {
-		tx.HoldCheckpoint(cp.ID)
+		tx.LockCheckpoint(cp.ID)
 		if _, err := tx.Checkpoint(ctx, cp.ID); err != nil {
 			return err
 		}

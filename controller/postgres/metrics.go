@@ -23,7 +23,7 @@ type collector struct {
 	store *Store
 	pool  map[*prometheus.Desc]func(*pgxpool.Stat) float64
 
-	up, operations, workspaces, runners, chores *prometheus.Desc
+	up, operations, workspaces, runners, jobs *prometheus.Desc
 
 	// mu guards the fields below.
 	mu      sync.Mutex
@@ -58,7 +58,7 @@ func (s *Store) Register(reg prometheus.Registerer) error {
 		operations: desc("operations_unfinished", "Operations that have not ended.", "kind", "state"),
 		workspaces: desc("workspaces", "Living workspaces.", "state"),
 		runners:    desc("runners", "Runners.", "state"),
-		chores:     desc("chores_queued", "Chores in the queue.", "state"),
+		jobs:       desc("chores_queued", "Periodic jobs in the queue.", "state"),
 	})
 }
 
@@ -67,7 +67,7 @@ func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for d := range c.pool {
 		out <- d
 	}
-	for _, d := range []*prometheus.Desc{c.up, c.operations, c.workspaces, c.runners, c.chores} {
+	for _, d := range []*prometheus.Desc{c.up, c.operations, c.workspaces, c.runners, c.jobs} {
 		out <- d
 	}
 }
@@ -93,7 +93,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		case "runners":
 			out <- prometheus.MustNewConstMetric(c.runners, prometheus.GaugeValue, float64(r.N), r.State)
 		case "chores":
-			out <- prometheus.MustNewConstMetric(c.chores, prometheus.GaugeValue, float64(r.N), r.State)
+			out <- prometheus.MustNewConstMetric(c.jobs, prometheus.GaugeValue, float64(r.N), r.State)
 		}
 	}
 }

@@ -28,10 +28,10 @@ const (
 	jobConns  = 4
 )
 
-// Chores runs periodic work on one of all controllers: the queue library elects which of them makes a job due, and one
+// RunPeriodicJobs runs periodic work on one of all controllers: the queue library elects which of them makes a job due, and one
 // that is free takes it. Jobs that failed are due again after their interval, not sooner. It returns when ctx ends and the
 // jobs that ran here have, or when the database cannot be reached.
-func (s *Store) Chores(ctx context.Context, list []controller.Chore, log *slog.Logger) (err error) {
+func (s *Store) RunPeriodicJobs(ctx context.Context, list []controller.PeriodicJob, log *slog.Logger) (err error) {
 	pool, err := s.jobPool(ctx)
 	if err != nil {
 		return err
@@ -42,7 +42,7 @@ func (s *Store) Chores(ctx context.Context, list []controller.Chore, log *slog.L
 	river.AddWorker(workers, worker)
 	periodic := make([]*river.PeriodicJob, len(list))
 	for i, c := range list {
-		worker.jobs[c.Name] = &periodicJob{Chore: c}
+		worker.jobs[c.Name] = &periodicJob{PeriodicJob: c}
 		periodic[i] = river.NewPeriodicJob(river.PeriodicInterval(c.Every),
 			func() (river.JobArgs, *river.InsertOpts) { return jobArgs{Name: c.Name}, nil },
 			&river.PeriodicJobOpts{ID: c.Name, RunOnStart: true})
@@ -99,7 +99,7 @@ type jobArgs struct {
 func (jobArgs) Kind() string { return "chore" }
 
 type periodicJob struct {
-	controller.Chore
+	controller.PeriodicJob
 	running sync.Mutex
 }
 

@@ -33,14 +33,14 @@ func TestPeriodicJobsRunOnce(t *testing.T) {
 	take := func(store *postgres.Store, name string) (stop func()) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
-		list := []controller.Chore{
+		list := []controller.PeriodicJob{
 			{Name: "tick", Every: time.Second, Do: func(context.Context) error {
 				ran <- name
 				return nil
 			}},
 			{Name: "broken", Every: time.Second, Do: func(context.Context) error { return core.Errorf(core.Internal, core.CodeInternal, "broken") }},
 		}
-		go func() { done <- store.Chores(ctx, list, slog.New(slog.DiscardHandler)) }()
+		go func() { done <- store.RunPeriodicJobs(ctx, list, slog.New(slog.DiscardHandler)) }()
 		return func() {
 			cancel()
 			if err := <-done; err != nil {
@@ -80,7 +80,7 @@ func TestPeriodicJobsWithoutDatabase(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(store.Close)
-	if err := store.Chores(t.Context(), nil, slog.New(slog.DiscardHandler)); core.CodeOf(err) != core.CodeDatabaseUnavailable {
+	if err := store.RunPeriodicJobs(t.Context(), nil, slog.New(slog.DiscardHandler)); core.CodeOf(err) != core.CodeDatabaseUnavailable {
 		t.Errorf("got %v", err)
 	}
 }

@@ -92,8 +92,8 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
 		Egress:    r.Egress, Rules: grants.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied, Granted: r.Granted, EncryptedFor: r.GrantsKey}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
-		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume, OnTTL: r.OnTTL},
-		CreatedAt: r.CreatedAt, ReadyAt: pgtx.TimeOf(r.ReadyAt), ExpiresAt: pgtx.TimeOf(r.ExpiresAt), EndedAt: pgtx.TimeOf(r.EndedAt),
+		IdlePolicy: controller.IdlePolicy{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume, OnTTL: r.OnTTL},
+		CreatedAt:  r.CreatedAt, ReadyAt: pgtx.TimeOf(r.ReadyAt), ExpiresAt: pgtx.TimeOf(r.ExpiresAt), EndedAt: pgtx.TimeOf(r.EndedAt),
 	}
 	if r.FailureCode != "" {
 		w.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage}
@@ -295,12 +295,12 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 		rows[i] = newWorkspace{
 			ID: w.ID, ProjectID: w.ProjectID, Name: w.Name, State: w.State, ImageName: w.Image.Name, ImageDigest: w.Image.Digest,
 			VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: w.Resources.DiskGiB, Egress: w.Egress, Allow: pgtx.OrNone(w.Rules.Allow),
-			Env: pgtx.OrEmpty(w.Env), Labels: pgtx.OrEmpty(w.Labels), Parent: pgtx.OrNull(w.Parent), SandboxID: w.Sandbox.ID, AutoResume: w.Rest.AutoResume,
-			OnTTL: cmp.Or(w.Rest.OnTTL, controller.IdleTerminate),
+			Env: pgtx.OrEmpty(w.Env), Labels: pgtx.OrEmpty(w.Labels), Parent: pgtx.OrNull(w.Parent), SandboxID: w.Sandbox.ID, AutoResume: w.IdlePolicy.AutoResume,
+			OnTTL: cmp.Or(w.IdlePolicy.OnTTL, controller.IdleTerminate),
 		}
-		if w.Rest.IdleAfter > 0 {
-			idle := int64(w.Rest.IdleAfter.Seconds())
-			rows[i].IdleSeconds, rows[i].OnIdle = &idle, pgtx.OrNull(w.Rest.OnIdle)
+		if w.IdlePolicy.IdleAfter > 0 {
+			idle := int64(w.IdlePolicy.IdleAfter.Seconds())
+			rows[i].IdleSeconds, rows[i].OnIdle = &idle, pgtx.OrNull(w.IdlePolicy.OnIdle)
 		}
 	}
 	return t.workspaces(ctx, `

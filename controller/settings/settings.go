@@ -115,7 +115,7 @@ func change(ctx context.Context, tx Tx, project core.ProjectID, id core.Workspac
 	switch {
 	case err != nil:
 		return w, err
-	case w.Rest.OnTTL == model.IdleSuspend && (p.TTL != nil || p.OnTTL != ""):
+	case w.IdlePolicy.OnTTL == model.IdleSuspend && (p.TTL != nil || p.OnTTL != ""):
 		if err := MaySuspendAtTTL(ctx); err != nil {
 			return w, err
 		}
@@ -123,7 +123,7 @@ func change(ctx context.Context, tx Tx, project core.ProjectID, id core.Workspac
 	switch {
 	case p.Name != "" && w.State.Final():
 		return w, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "workspace %s is %s and keeps its name", id, w.State)
-	case p.OnIdle != "" && w.Rest.IdleAfter == 0:
+	case p.OnIdle != "" && w.IdlePolicy.IdleAfter == 0:
 		return w, core.Errorf(core.Invalid, core.CodeInvalidField, "on_idle: it needs idle_seconds, and workspace %s has none", id)
 	case len(w.Labels) > model.MaxLabels:
 		return w, core.Errorf(core.Invalid, core.CodeInvalidField, "labels: there would be %d; at most %d are kept", len(w.Labels), model.MaxLabels)

@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
+	"github.com/coppice-dev/coppice/internal/test/eventually"
 )
 
 func (w *world) upload(s sandbox, path, text string, header map[string]string) {

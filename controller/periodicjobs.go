@@ -19,11 +19,11 @@ const (
 	abandonEvery  = 10 * time.Second
 )
 
-// chores is the periodic work that one controller does for all. It does not include the repairs after a crash (reconcileLoop), because
+// periodicJobs are the periodic work that one controller does for all. It does not include the repairs after a crash (reconcileLoop), because
 // an election may take a quarter of a minute.
-func (c *Controller) chores() []Chore {
+func (c *Controller) periodicJobs() []PeriodicJob {
 	keeper, sealer, transfers, collector := c.Keeper, c.Sealer, c.Transfers, c.Collector
-	list := []Chore{
+	list := []PeriodicJob{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
 		{Name: "overdue", Every: idle.Every, Do: c.idle.SuspendOverdue},
@@ -42,13 +42,13 @@ func (c *Controller) chores() []Chore {
 		{Name: "attestations", Every: sweepInterval, Do: c.attestations.Tidy},
 	}
 	if c.cfg.Store != nil {
-		list = append(list, Chore{Name: "collect", Every: storegc.Every, Do: collector.Collect}, Chore{Name: "sweep_uploads", Every: storegc.UploadsEvery, Do: collector.SweepUploads})
+		list = append(list, PeriodicJob{Name: "collect", Every: storegc.Every, Do: collector.Collect}, PeriodicJob{Name: "sweep_uploads", Every: storegc.UploadsEvery, Do: collector.SweepUploads})
 	}
-	for i, chore := range list {
+	for i, job := range list {
 		list[i].Do = func(ctx context.Context) error {
-			err := chore.Do(ctx)
+			err := job.Do(ctx)
 			if err != nil {
-				c.metrics.choresFailed.WithLabelValues(chore.Name).Inc()
+				c.metrics.jobsFailed.WithLabelValues(job.Name).Inc()
 			}
 			return err
 		}
@@ -56,11 +56,11 @@ func (c *Controller) chores() []Chore {
 	return list
 }
 
-// choreLoop takes part in the chores whenever the database is reachable.
-func (c *Controller) choreLoop(ctx context.Context) {
+// periodicJobsLoop takes part in the periodic jobs whenever the database is reachable.
+func (c *Controller) periodicJobsLoop(ctx context.Context) {
 	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
-		if err := c.store.Chores(ctx, c.chores(), c.log); err != nil && ctx.Err() == nil {
-			c.log.WarnContext(ctx, "chores ended", "err", err)
+		if err := c.store.RunPeriodicJobs(ctx, c.periodicJobs(), c.log); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "periodic jobs ended", "err", err)
 		}
 	})
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// growInput is the input of an operation that grows workspaces from a checkpoint.
-type growInput struct {
+// forkInput is the input of an operation that forks or restores a checkpoint.
+type forkInput struct {
 	Children     []childInput      `json:"children,omitempty"` // the workspaces
 	AllOrNothing bool              `json:"all_or_nothing,omitempty"`
 	Source       core.CheckpointID `json:"source,omitempty"` // empty: a template that is not known yet
@@ -22,12 +22,12 @@ type growInput struct {
 	plan *forkcall.Plan
 }
 
-func (in *growInput) made() made { return made{children: in.Children} }
+func (in *forkInput) made() made { return made{children: in.Children} }
 
 // takeBack has nothing to do: the operation acts on no workspace that was there before.
-func (in *growInput) takeBack(context.Context, Tx, Operation) error { return nil }
+func (in *forkInput) takeBack(context.Context, Tx, Operation) error { return nil }
 
-func (in *growInput) load(ctx context.Context, c *Controller, t *task) (*forkcall.Plan, error) {
+func (in *forkInput) load(ctx context.Context, c *Controller, t *task) (*forkcall.Plan, error) {
 	if in.plan != nil {
 		return in.plan, nil
 	}
@@ -42,23 +42,23 @@ func childInputs(children []Workspace) []childInput {
 	return list
 }
 
-// planting says which workspaces to insert.
-type planting struct {
+// insertion says which workspaces to insert.
+type insertion struct {
 	project core.ProjectID
 	runners []Runner    // one for each name
 	names   []string    // empty ones are made up
 	like    Workspace   // the fields that they have in common
-	source  *Checkpoint // the checkpoint that they grow from; nil: they are made from an image and begin a tree
+	source  *Checkpoint // the checkpoint that they are forked from; nil: they are made from an image and begin a tree
 	attempt int         // 0: hostnames are the names of the workspaces
 	ttl     time.Duration
 }
 
-// plant inserts workspaces with their sandboxes, in the order of the names.
-func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace, error) {
+// insertWorkspaces inserts workspaces with their sandboxes, in the order of the names.
+func (c *Controller) insertWorkspaces(ctx context.Context, tx Tx, p insertion) ([]Workspace, error) {
 	if err := c.mayReachAll(ctx, tx, p.project, p.like.Egress); err != nil {
 		return nil, err
 	}
-	if p.like.Rest.OnTTL == IdleSuspend {
+	if p.like.IdlePolicy.OnTTL == IdleSuspend {
 		if err := settings.MaySuspendAtTTL(ctx); err != nil {
 			return nil, err
 		}
@@ -139,24 +139,24 @@ func (c *Controller) loadChildren(ctx context.Context, t *task, children []child
 	return plan, err
 }
 
-// growth says when a fork has succeeded, and what its result is.
-type growth struct {
+// forkOptions says when a fork has succeeded, and what its result is.
+type forkOptions struct {
 	one          bool // the operation is for one workspace, which is its result; the failure of the workspace is that of the operation
 	allOrNothing bool // it has failed when one child has
 }
 
-// grow asks the runner for the children and ends the operation.
-func (c *Controller) grow(ctx context.Context, t *task, plan *forkcall.Plan, of growth) error {
+// runFork asks the runner for the children and ends the operation.
+func (c *Controller) runFork(ctx context.Context, t *task, plan *forkcall.Plan, of forkOptions) error {
 	got, err := c.forks.Fork(ctx, plan)
 	t.Lap("fork")
 	if err != nil {
 		return t.Abandon(ctx, err)
 	}
-	return c.endGrown(ctx, t, plan, got, of)
+	return c.endFork(ctx, t, plan, got, of)
 }
 
-// endGrown ends the operation according to the runner's answer.
-func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
+// endFork ends the operation according to the runner's answer.
+func (c *Controller) endFork(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of forkOptions) error {
 	ready := 0
 	for i := range got {
 		if got[i].Problem == nil {
@@ -164,13 +164,13 @@ func (c *Controller) endGrown(ctx context.Context, t *task, plan *forkcall.Plan,
 		}
 	}
 	if ready == 0 || of.allOrNothing && ready < len(got) {
-		return c.failGrown(ctx, t, plan, got, of)
+		return c.failFork(ctx, t, plan, got, of)
 	}
-	return c.finishGrown(ctx, t, plan, got, of)
+	return c.finishFork(ctx, t, plan, got, of)
 }
 
-// finishGrown writes the outcome of the children, in one transaction with a few statements, whatever their number.
-func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
+// finishFork writes the outcome of the children, in one transaction with a few statements, whatever their number.
+func (c *Controller) finishFork(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of forkOptions) error {
 	err := t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		var ready []ReadyWorkspace
 		var failed []EndedWorkspace
@@ -208,7 +208,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *task, plan *forkcall.Pl
 	if err != nil {
 		return err
 	}
-	var gone []core.SandboxID // of workspaces that were terminated while they were grown; and those that a runner may have grown without being able to report it
+	var gone []core.SandboxID // of workspaces that were terminated while they were forked; and those that a runner may have made without being able to report it
 	for i, child := range t.Result().Children {
 		if child.Workspace != nil && child.Workspace.RulesPending() {
 			c.grants.Wake()
@@ -309,10 +309,10 @@ func reseals(t *task, plan *forkcall.Plan, got []forkcall.Child) []ResealRecord 
 	return list
 }
 
-// failGrown ends a fork that failed: no child became ready, or not every child did under all_or_nothing.
-func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of growth) error {
+// failFork ends a fork that failed: no child became ready, or not every child did under all_or_nothing.
+func (c *Controller) failFork(ctx context.Context, t *task, plan *forkcall.Plan, got []forkcall.Child, of forkOptions) error {
 	var first *runnerapi.Problem
-	var grown []core.SandboxID
+	var sandboxes []core.SandboxID
 	failed := 0
 	for i := range got {
 		if p := got[i].Problem; p != nil {
@@ -322,7 +322,7 @@ func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan
 			}
 		}
 		if got[i].Sandbox != nil {
-			grown = append(grown, plan.Children[i].Sandbox.ID)
+			sandboxes = append(sandboxes, plan.Children[i].Sandbox.ID)
 		}
 	}
 	problem := first.Err()
@@ -345,7 +345,7 @@ func (c *Controller) failGrown(ctx context.Context, t *task, plan *forkcall.Plan
 		return nil
 	})
 	if err == nil {
-		c.fleet.Drop(ctx, grown...)
+		c.fleet.Drop(ctx, sandboxes...)
 	}
 	return err
 }
