@@ -20,6 +20,7 @@ type (
 	HeldFilter      = fleet.SandboxFilter
 	HeldCheckpoints = fleet.RunnerCheckpoints
 	Beaten          = fleet.Order
+	BeatTerms       = fleet.Terms
 	EmptiestFilter  = fleet.EmptiestFilter
 	Attestation     = attestations.Attestation
 )

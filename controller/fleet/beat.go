@@ -30,6 +30,17 @@ type Order struct {
 	// ImagesSum is the checksum of the list of images that was recorded last.
 	ImagesSum string
 	Endpoint  string
+	// Removed are the runners that were removed lately, the latest first.
+	Removed []core.RunnerID
+	// Holds says that the runner holds checkpoints in the store. It is as old as the heartbeat's wait for its turn.
+	Holds bool
+}
+
+// Terms are what a heartbeat asks for.
+type Terms struct {
+	Lease         time.Duration
+	RemovedWithin time.Duration // how long ago the removed runners were removed
+	MaxRemoved    int
 }
 
 // SandboxFilter says which sandboxes of a runner are of interest.
@@ -54,7 +65,7 @@ type BeatTx interface {
 	RegisterRunner(ctx context.Context, r runnerapi.Register, ttl time.Duration) (model.Runner, error)
 	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
 	// must register again; HEARTBEAT_STALE when a later heartbeat was applied before.
-	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (Order, error)
+	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, terms Terms) (Order, error)
 	// RunnerSandboxes lists the sandboxes that should be on the runner, or some of them.
 	RunnerSandboxes(ctx context.Context, id core.RunnerID, which SandboxFilter) ([]RunnerSandbox, error)
 	// SetStalls records that sandboxes of the runner stand still, or, with a zero stall, that they no longer do.
@@ -77,8 +88,6 @@ type BeatTx interface {
 	InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error
 	// EndedKeys returns those of the given keys that are revoked or have expired.
 	EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, error)
-	// RemovedRunners lists those that were removed within that time, the latest first.
-	RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error)
 	// EndWorkspaces ends workspaces and all their sandboxes. Its answer does not name the checkpoints from which lost ones can be recovered.
 	EndWorkspaces(ctx context.Context, list []model.EndedWorkspace) ([]model.Workspace, error)
 }
@@ -149,26 +158,27 @@ func (f *Fleet) apply(ctx context.Context, b *beat) (runnerapi.Heartbeated, erro
 	return b.out, nil
 }
 
-// write does everything in one transaction. The first statement locks the runner's row and decides whether the heartbeat counts.
+// write does everything in one transaction. The first statement locks the runner's row and decides whether the heartbeat counts. A heartbeat
+// without news needs nothing else but the change of that row, which goes with the commit: two round trips. With a thousand runners, round
+// trips are most of the database's work for heartbeats (docs/SCALE.md).
 func (b *beat) write(ctx context.Context, tx BeatTx) error {
 	b.out = runnerapi.Heartbeated{Number: b.h.Number, TTLSeconds: b.fleet.cfg.Lease.Seconds(), FenceSeconds: b.fleet.fenceTime().Seconds(), DataTaken: len(b.h.DataWrites)}
 	b.lost, b.here = nil, make(map[core.WorkspaceID]bool)
-	order, err := tx.HeartbeatRunner(ctx, b.id, b.h, b.fleet.cfg.Lease)
+	order, err := tx.HeartbeatRunner(ctx, b.id, b.h, Terms{Lease: b.fleet.cfg.Lease, RemovedWithin: b.fleet.cfg.CertificateLife + time.Hour, MaxRemoved: maxRemoved})
 	if err != nil {
 		return err
 	}
-	b.order = order
+	b.order, b.out.RemovedRunners = order, order.Removed
 	if b.out.EndedKeys, err = endedKeys(ctx, tx, b.h.DataKeys); err != nil {
-		return err
-	}
-	if b.out.RemovedRunners, err = tx.RemovedRunners(ctx, b.fleet.cfg.CertificateLife+time.Hour, maxRemoved); err != nil {
 		return err
 	}
 	if err := tx.InsertDataWrites(ctx, b.id, b.h.DataLog, b.h.DataWrites); err != nil {
 		return err
 	}
-	if err := tx.SetHolds(ctx, b.id, b.h.Fetching[:min(len(b.h.Fetching), maxHolds)]); err != nil {
-		return err
+	if len(b.h.Fetching) > 0 || order.Holds {
+		if err := tx.SetHolds(ctx, b.id, b.h.Fetching[:min(len(b.h.Fetching), maxHolds)]); err != nil {
+			return err
+		}
 	}
 	if err := tx.InsertUsage(ctx, b.id, b.usage); err != nil {
 		return err

@@ -40,7 +40,7 @@ func TestRunnerLease(t *testing.T) {
 			info.Allocated.Sandboxes = 7
 			number++
 			var err error
-			beaten, err = tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: epoch, Number: number, Answered: number - 1, Info: info}, time.Minute)
+			beaten, err = tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: epoch, Number: number, Answered: number - 1, Info: info}, controller.BeatTerms{Lease: time.Minute})
 			return err
 		})
 	}
@@ -122,9 +122,53 @@ func TestRunnerLease(t *testing.T) {
 		return err
 	})
 	wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
-		_, err := tx.HeartbeatRunner(ctx, core.NewID[core.RunnerID](), runnerapi.Heartbeat{LeaseEpoch: 1}, time.Minute)
+		_, err := tx.HeartbeatRunner(ctx, core.NewID[core.RunnerID](), runnerapi.Heartbeat{LeaseEpoch: 1}, controller.BeatTerms{Lease: time.Minute})
 		return err
 	}), core.CodeRunnerNotFound)
+}
+
+// TestHeartbeatSays: the first statement of a heartbeat says which runners were removed lately, the latest first, and whether its runner holds
+// checkpoints.
+func TestHeartbeatSays(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	beat := func(within time.Duration, most int) (out controller.Beaten) {
+		t.Helper()
+		d.system(func(ctx context.Context, tx controller.AllTx) (err error) {
+			r, err := tx.Runner(ctx, d.runner)
+			if err == nil {
+				terms := controller.BeatTerms{Lease: time.Minute, RemovedWithin: within, MaxRemoved: most}
+				out, err = tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: r.LeaseEpoch, Info: r.Info}, terms)
+			}
+			return err
+		})
+		return out
+	}
+	if got := beat(time.Hour, 9); got.Holds || len(got.Removed) > 0 {
+		t.Errorf("before: %+v", got)
+	}
+	first, second, old := core.NewID[core.RunnerID](), core.NewID[core.RunnerID](), core.NewID[core.RunnerID]()
+	for _, id := range []core.RunnerID{old, first, second} {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
+			_, _, err := tx.RemoveRunner(ctx, id)
+			return err
+		})
+	}
+	d.exec(`UPDATE runner_identities SET revoked_at = revoked_at - interval '2 hours' WHERE runner_id = '` + string(old) + `'`)
+	from := d.template()
+	cp := d.node(d.ready(d.project, from), from.ID)
+	d.sealed(cp.ID)
+	d.fetches(d.runner, cp.ID)
+	if got := beat(time.Hour, 9); !got.Holds || !slices.Equal(got.Removed, []core.RunnerID{second, first}) {
+		t.Errorf("%+v, want %v", got, []core.RunnerID{second, first})
+	}
+	if got := beat(time.Hour, 1); !slices.Equal(got.Removed, []core.RunnerID{second}) {
+		t.Errorf("of one: %v", got.Removed)
+	}
+	d.fetches(d.runner)
+	if got := beat(time.Hour, 9); got.Holds {
+		t.Error("it holds a checkpoint that it let go")
+	}
 }
 
 func TestFleetCountsAllProjects(t *testing.T) {
@@ -284,7 +328,7 @@ func TestLoadsFollowRunners(t *testing.T) {
 			}
 			info := d.info()
 			info.StartedAt, info.Capacity = r.Info.StartedAt, capacity
-			_, err = tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: r.LeaseEpoch, Info: info}, time.Minute)
+			_, err = tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: r.LeaseEpoch, Info: info}, controller.BeatTerms{Lease: time.Minute})
 			return err
 		})
 	}

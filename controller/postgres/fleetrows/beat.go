@@ -14,14 +14,16 @@ import (
 )
 
 type beatRow struct {
-	Epoch       int64     `db:"lease_epoch"`
-	StartedAt   time.Time `db:"started_at"`
-	Fenced      bool      `db:"fenced"`
-	Number      int64     `db:"number"`
-	Known       bool      `db:"known"`
-	HeartbeatAt time.Time `db:"heartbeat_at"`
-	Endpoint    string    `db:"endpoint"`
-	ImagesSum   string    `db:"images_sum"`
+	Epoch       int64           `db:"lease_epoch"`
+	StartedAt   time.Time       `db:"started_at"`
+	Fenced      bool            `db:"fenced"`
+	Number      int64           `db:"number"`
+	Known       bool            `db:"known"`
+	HeartbeatAt time.Time       `db:"heartbeat_at"`
+	Endpoint    string          `db:"endpoint"`
+	ImagesSum   string          `db:"images_sum"`
+	Removed     []core.RunnerID `db:"removed"`
+	Holds       bool            `db:"holds"`
 }
 
 // oldBeatAge is how old a heartbeat without a number can be when it arrives: its runner sends one list to one controller after the
@@ -29,37 +31,42 @@ type beatRow struct {
 const oldBeatAge = time.Minute
 
 // HeartbeatRunner locks the runner's row first: heartbeats of one runner take turns.
-func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (controller.Beaten, error) {
+func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, terms controller.BeatTerms) (controller.Beaten, error) {
 	row, err := pgtx.One[beatRow](ctx, t, noRunner(id), `
 		SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, heartbeat_at, endpoint,
 			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = runners.id), '') AS images_sum,
 			CASE WHEN beat_epoch = lease_epoch THEN beat ELSE 0 END AS number,
-			coalesce(beat_epoch = lease_epoch AND beat_at = heartbeat_at, false) AS known
-		FROM runners WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": id})
+			coalesce(beat_epoch = lease_epoch AND beat_at = heartbeat_at, false) AS known,
+			ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT @most) AS removed,
+			EXISTS (SELECT FROM store_holds h WHERE h.runner_id = runners.id) AS holds
+		FROM runners WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": id, "within": terms.RemovedWithin.Seconds(), "most": terms.MaxRemoved})
 	if err == nil {
 		err = refused(id, row, h)
 	}
 	if err != nil {
 		return controller.Beaten{}, err
 	}
-	_, err = t.Exec(ctx, `
+	t.Soon(`
 		UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
 			disk_free_mb = @disk, kvm = @kvm, egress_key = @egress_key, egress_url = @egress_url,
 			beat = @number::bigint, beat_epoch = lease_epoch, beat_at = CASE WHEN @number::bigint > 0 THEN now() END
 		WHERE id = @id`,
 		pgtx.Args{
-			"id": id, "ttl": ttl.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
+			"id": id, "ttl": terms.Lease.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
 			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": pgtx.OrNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
 			"number": h.Number,
 		})
-	out := controller.Beaten{ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Next: row.Known && row.Number == h.Answered && h.Number > 0}
+	out := controller.Beaten{
+		ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Next: row.Known && row.Number == h.Answered && h.Number > 0,
+		Removed: row.Removed, Holds: row.Holds,
+	}
 	switch {
 	case out.Next:
 		out.Settled = row.HeartbeatAt
 	case h.Number == 0:
 		out.Settled = row.HeartbeatAt.Add(-oldBeatAge)
 	}
-	return out, err
+	return out, nil
 }
 
 // refused says why a heartbeat is not applied. A runner must end its sandboxes only if its lease was given up, or if another

@@ -82,13 +82,6 @@ func (t *Tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
 	return t.RunnerIdentity(ctx, id)
 }
 
-// RemovedRunners lists those that were removed within that time, the latest first.
-func (t *Tx) RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error) {
-	return pgtx.Many[core.RunnerID](ctx, t, `
-		SELECT runner_id FROM runner_identities WHERE revoked_at > now() - make_interval(secs => @within) ORDER BY revoked_at DESC LIMIT @most`,
-		pgtx.Args{"within": within.Seconds(), "most": most})
-}
-
 // RunnerHeard says how long ago a runner was last heard, or joined.
 func (t *Tx) RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error) {
 	seconds, err := pgtx.One[float64](ctx, t, noRunner(id), `
