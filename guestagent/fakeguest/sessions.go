@@ -1,0 +1,240 @@
+package fakeguest
+
+import (
+	"context"
+	"io"
+	"math"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// maxBody bounds what a request, or a program at once, brings.
+const maxBody = 64 << 20
+
+// info is the session in the form for a host.
+func (n *Session) info() guestapi.Session {
+	out := n.Session
+	out.StdoutBytes, out.StdoutFirst = n.Out.end(), n.Out.First
+	out.StderrBytes, out.StderrFirst = n.Err.end(), n.Err.First
+	return out
+}
+
+// on makes a change of the session that a request names into one of the state.
+func on(r *http.Request, fn func(s *State, n *Session) error) func(s *State) error {
+	return func(s *State) error {
+		n, err := s.session(core.SessionID(r.PathValue("id")))
+		if err != nil {
+			return err
+		}
+		return fn(s, n)
+	}
+}
+
+func (g *Guest) createSession(w http.ResponseWriter, r *http.Request) error {
+	var spec guestapi.SessionSpec
+	if err := answer.ReadJSON(w, r, maxBody, &spec); err != nil {
+		return err
+	}
+	return respond(g, w, http.StatusCreated, func(s *State) (out guestapi.Session, err error) {
+		n, err := s.start(spec)
+		if err == nil {
+			out = n.info()
+		}
+		return out, err
+	})
+}
+
+func (g *Guest) listSessions(w http.ResponseWriter, _ *http.Request) error {
+	out := guestapi.Sessions{Sessions: []guestapi.Session{}}
+	if err := g.view(func(s *State) error {
+		for _, n := range s.Sessions {
+			out.Sessions = append(out.Sessions, n.info())
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	answer.WriteJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func (g *Guest) getSession(w http.ResponseWriter, r *http.Request) error {
+	out, err := g.info(r)
+	if err == nil {
+		answer.WriteJSON(w, http.StatusOK, out)
+	}
+	return err
+}
+
+func (g *Guest) info(r *http.Request) (out guestapi.Session, err error) {
+	err = g.view(on(r, func(_ *State, n *Session) error { out = n.info(); return nil }))
+	return out, err
+}
+
+func (g *Guest) deleteSession(w http.ResponseWriter, r *http.Request) error {
+	return act(g, w, on(r, func(s *State, n *Session) error {
+		s.Sessions = slices.DeleteFunc(slices.Clone(s.Sessions), func(o *Session) bool { return o == n })
+		return nil
+	}))
+}
+
+func (g *Guest) waitSession(w http.ResponseWriter, r *http.Request) error {
+	ms, err := answer.IntParam(r, "timeout_ms", (300 * time.Second).Milliseconds())
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), time.Duration(ms)*time.Millisecond)
+	defer cancel()
+	var out guestapi.Session
+	look := func(_ *State, n *Session) error { out = n.info(); return nil }
+	err = g.await(ctx, func(s *State) (bool, error) {
+		err := on(r, look)(s)
+		return out.State == guestapi.SessionExited, err
+	})
+	if err != nil && ctx.Err() == nil {
+		return err
+	}
+	answer.WriteJSON(w, http.StatusOK, out)
+	return nil
+}
+
+// chunk is the available output of a stream from an offset on.
+type chunk struct {
+	at    int64
+	data  []byte
+	ended bool // the session has ended, and there is no more
+}
+
+// read returns the available output of a stream; with follow, it waits for some.
+func (g *Guest) read(ctx context.Context, r *http.Request, stream string, offset int64, follow bool) (chunk, error) {
+	var out chunk
+	err := g.await(ctx, func(s *State) (bool, error) {
+		err := on(r, func(_ *State, n *Session) error {
+			o := &n.Out
+			if stream == "stderr" {
+				o = &n.Err
+			}
+			at := min(max(offset, o.First), o.end()) // an offset behind the end is the end
+			out = chunk{at: at, data: slices.Clip(o.Data[at-o.First:]), ended: n.State == guestapi.SessionExited}
+			return nil
+		})(s)
+		return !follow || out.ended || len(out.data) > 0 || out.at > offset, err
+	})
+	return out, err
+}
+
+// startOf returns the offset from which a request reads a stream.
+func startOf(r *http.Request, param string) (int64, error) {
+	var missing int64
+	if r.URL.Query().Get("from") == "now" {
+		missing = math.MaxInt64 // no byte has this number: a reader begins at the next one
+	}
+	return answer.IntParam(r, param, missing)
+}
+
+func (g *Guest) sessionOutput(w http.ResponseWriter, r *http.Request) error {
+	stream := r.URL.Query().Get("stream")
+	if stream != "" && stream != "stdout" && stream != "stderr" {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "stream must be stdout or stderr, not %q", core.Clip(stream))
+	}
+	offset, err := startOf(r, "offset")
+	if err != nil {
+		return err
+	}
+	follow := answer.BoolParam(r, "follow")
+	got, err := g.read(r.Context(), r, stream, offset, false)
+	if err != nil {
+		return err
+	}
+	h := w.Header()
+	h.Set("Content-Type", "application/octet-stream")
+	h.Set("Trailer", strings.Join([]string{guestapi.HeaderEndOffset, guestapi.HeaderTruncated, guestapi.HeaderEOF}, ", "))
+	h.Set(guestapi.HeaderOffset, strconv.FormatInt(got.at, 10))
+	w.WriteHeader(http.StatusOK)
+	truncated := got.at > offset
+	for {
+		if _, err := w.Write(got.data); err != nil {
+			return nil //nolint:nilerr // the reader is gone
+		}
+		offset = got.at + int64(len(got.data))
+		if got.ended || !follow {
+			break
+		}
+		if err := http.NewResponseController(w).Flush(); err != nil {
+			return nil //nolint:nilerr // the reader is gone
+		}
+		if got, err = g.read(r.Context(), r, stream, offset, true); err != nil {
+			return nil //nolint:nilerr // the reader is gone, or the session was deleted in the middle of the answer
+		}
+		truncated = truncated || got.at > offset
+	}
+	h.Set(guestapi.HeaderEndOffset, strconv.FormatInt(offset, 10))
+	h.Set(guestapi.HeaderTruncated, strconv.FormatBool(truncated))
+	h.Set(guestapi.HeaderEOF, strconv.FormatBool(got.ended))
+	return nil
+}
+
+func (g *Guest) sessionStdin(w http.ResponseWriter, r *http.Request) error {
+	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	if err != nil {
+		return answer.BodyError(r.Context(), err)
+	}
+	shut := answer.BoolParam(r, "close")
+	return act(g, w, on(r, func(s *State, n *Session) error { return s.input(n, b, shut) }))
+}
+
+func (g *Guest) sessionSignal(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.Signal
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
+		return err
+	}
+	// A host that does not ask for the feature may reach an agent that ignores the target.
+	asked := req.Target == "" || slices.Contains(r.URL.Query()[guestapi.ParamNeed], guestapi.FeatureSignalTarget)
+	return act(g, w, on(r, func(_ *State, n *Session) error {
+		if !asked {
+			return nil
+		}
+		return n.signal(req.Signal)
+	}))
+}
+
+// signal ends a session: no program handles signals.
+func (n *Session) signal(name string) error {
+	number, err := strconv.Atoi(name)
+	if err != nil {
+		number = int(unix.SignalNum("SIG" + strings.TrimPrefix(strings.ToUpper(name), "SIG")))
+	}
+	signal := unix.SignalName(syscall.Signal(number))
+	if signal == "" {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q does not exist", core.Clip(name))
+	}
+	n.end(128+number, signal)
+	return nil
+}
+
+func (g *Guest) sessionResize(w http.ResponseWriter, r *http.Request) error {
+	return act(g, w, on(r, func(*State, *Session) error { return nil }))
+}
+
+func (g *Guest) sessionDeadline(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.Deadline
+	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
+		return err
+	}
+	return act(g, w, on(r, func(s *State, n *Session) error {
+		if n.Deadline = 0; req.TimeoutMS > 0 {
+			n.Deadline = s.Uptime + time.Duration(req.TimeoutMS)*time.Millisecond
+		}
+		return nil
+	}))
+}
