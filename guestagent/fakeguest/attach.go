@@ -30,7 +30,9 @@ func (g *Guest) attachSession(w http.ResponseWriter, r *http.Request) error {
 			return err
 		}
 	}
-	if _, err := g.info(r); err != nil {
+	var info guestapi.Session
+	look := func(s *State) (err error) { info, err = s.info(r); return err }
+	if err := g.view(look); err != nil {
 		return err
 	}
 	conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{InsecureSkipVerify: true, CompressionMode: websocket.CompressionDisabled})
@@ -59,10 +61,8 @@ func (g *Guest) attachSession(w http.ResponseWriter, r *http.Request) error {
 	if ctx.Err() != nil {
 		return nil
 	}
-	if info, err := g.info(r); err == nil {
-		if a.say(ctx, guestapi.AttachMessage{Type: guestapi.AttachExit, Session: &info}) == nil {
-			_ = conn.Close(websocket.StatusNormalClosure, "") // the host may be faster
-		}
+	if g.view(look) == nil && a.say(ctx, guestapi.AttachMessage{Type: guestapi.AttachExit, Session: &info}) == nil {
+		_ = conn.Close(websocket.StatusNormalClosure, "") // the host may be faster
 	}
 	return nil
 }
@@ -110,12 +110,16 @@ func (a *attachment) input(ctx context.Context) {
 		if err != nil || a.g.pass(ctx) != nil { // a frozen program reads nothing
 			return
 		}
-		err = a.g.update(on(a.r, func(s *State, n *Session) error {
-			if kind == websocket.MessageBinary {
+		err = a.g.update(func(s *State) error {
+			n, err := s.named(a.r)
+			switch {
+			case err != nil:
+				return err
+			case kind == websocket.MessageBinary:
 				return s.input(n, b, false)
 			}
 			return s.control(n, b)
-		}))
+		})
 		if err != nil && a.say(ctx, guestapi.AttachMessage{Type: guestapi.AttachError, Problem: guestapi.ProblemOf(err)}) != nil {
 			return
 		}

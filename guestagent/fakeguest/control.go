@@ -11,53 +11,33 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-func (g *Guest) health(w http.ResponseWriter, _ *http.Request) error {
-	var out guestapi.Health
-	if err := g.view(func(s *State) error {
-		out = guestapi.Health{
-			Version: guestapi.Version, BootNonce: s.BootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
-			UptimeS: s.Uptime.Seconds(), PID: 1, Sessions: len(s.Workload()), Kernel: "fake", Features: guestapi.Features(),
-		}
-		return nil
-	}); err != nil {
-		return err
-	}
-	answer.WriteJSON(w, http.StatusOK, out)
-	return nil
+func (s *State) health(*http.Request) (guestapi.Health, error) {
+	return guestapi.Health{
+		Version: guestapi.Version, BootNonce: s.BootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
+		UptimeS: s.Uptime.Seconds(), PID: 1, Sessions: len(s.Workload()), Kernel: "fake", Features: guestapi.Features(),
+	}, nil
 }
 
-func (g *Guest) quiesce(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.QuiesceRequest
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
-	}
-	if req.CaptureID == "" {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "a quiesce needs a capture_id")
-	}
-	return respond(g, w, http.StatusOK, func(s *State) (guestapi.QuiesceResponse, error) {
-		switch {
-		case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded:
-			return s.Quiesced, nil
-		case s.State != guestapi.StateReleased:
-			return guestapi.QuiesceResponse{}, s.wrongState("quiesced")
-		}
-		s.Quiesced = guestapi.QuiesceResponse{
-			CaptureID: req.CaptureID, Generation: s.Generation, Processes: len(s.Workload()), StaleProcesses: []core.StaleProcess{},
-			Flushed: req.FlushMS > 0, Workload: s.Workload(),
-		}
-		s.State, s.CaptureID, s.Reseeded = guestapi.StateFrozen, req.CaptureID, false
+func (s *State) quiesce(_ *http.Request, req guestapi.QuiesceRequest) (guestapi.QuiesceResponse, error) {
+	switch {
+	case req.CaptureID == "":
+		return s.Quiesced, core.Errorf(core.Invalid, core.CodeInvalidField, "a quiesce needs a capture_id")
+	case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded:
 		return s.Quiesced, nil
-	})
+	case s.State != guestapi.StateReleased:
+		return s.Quiesced, s.wrongState("quiesced")
+	}
+	s.Quiesced = guestapi.QuiesceResponse{
+		CaptureID: req.CaptureID, Generation: s.Generation, Processes: len(s.Workload()), StaleProcesses: []core.StaleProcess{},
+		Flushed: req.FlushMS > 0, Workload: s.Workload(),
+	}
+	s.State, s.CaptureID, s.Reseeded = guestapi.StateFrozen, req.CaptureID, false
+	return s.Quiesced, nil
 }
 
 // flush does nothing: there is no disk.
-func (g *Guest) flush(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.FlushRequest
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
-	}
-	answer.WriteJSON(w, http.StatusOK, guestapi.FlushResponse{Flushed: true})
-	return nil
+func (s *State) flush(*http.Request, guestapi.FlushRequest) (guestapi.FlushResponse, error) {
+	return guestapi.FlushResponse{Flushed: true}, nil
 }
 
 func (g *Guest) reseed(w http.ResponseWriter, r *http.Request) error {
@@ -118,21 +98,15 @@ func (g *Guest) faults(ctx context.Context, steps ...string) map[string]error {
 	return out
 }
 
-func (g *Guest) release(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.ReleaseRequest
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
+func (s *State) release(_ *http.Request, req guestapi.ReleaseRequest) (guestapi.ReleaseResponse, error) {
+	switch {
+	case req.Generation != s.Generation:
+		return guestapi.ReleaseResponse{}, s.wrongGeneration()
+	case s.State == guestapi.StateFrozen && !s.Reseeded, s.State == guestapi.StateQuarantined && !s.Sealed:
+		return guestapi.ReleaseResponse{}, s.wrongState("released")
 	}
-	return respond(g, w, http.StatusOK, func(s *State) (guestapi.ReleaseResponse, error) {
-		switch {
-		case req.Generation != s.Generation:
-			return guestapi.ReleaseResponse{}, s.wrongGeneration()
-		case s.State == guestapi.StateFrozen && !s.Reseeded, s.State == guestapi.StateQuarantined && !s.Sealed:
-			return guestapi.ReleaseResponse{}, s.wrongState("released")
-		}
-		s.State, s.CaptureID, s.Sealed, s.Reseeded, s.Quiesced = guestapi.StateReleased, "", false, false, guestapi.QuiesceResponse{}
-		return guestapi.ReleaseResponse{State: s.State, Generation: s.Generation}, nil
-	})
+	s.State, s.CaptureID, s.Sealed, s.Reseeded, s.Quiesced = guestapi.StateReleased, "", false, false, guestapi.QuiesceResponse{}
+	return guestapi.ReleaseResponse{State: s.State, Generation: s.Generation}, nil
 }
 
 func (s *State) wrongState(done string) error {

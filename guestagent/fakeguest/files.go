@@ -90,10 +90,14 @@ func (g *Guest) getFile(w http.ResponseWriter, r *http.Request) error {
 		if info, err = s.Stat(p); err != nil {
 			return err
 		}
+		dir := info.Type == "dir"
 		switch {
+		case answer.BoolParam(r, "stat"):
 		case answer.BoolParam(r, "tar"):
-			return s.tar(archive, p)
-		case answer.BoolParam(r, "list"):
+			err = s.tar(archive, p)
+		case answer.BoolParam(r, "list") != dir:
+			err = conflict(p, "is a "+info.Type)
+		case dir:
 			list, err = s.list(r, p)
 		default:
 			data = s.Files[p].Data
@@ -187,37 +191,33 @@ func written(old, body []byte, r *http.Request) []byte {
 	return out
 }
 
-func (g *Guest) deleteFile(w http.ResponseWriter, r *http.Request) error {
+func (s *State) deleteFile(r *http.Request) (none, error) {
 	p := asked(r)
-	return act(g, w, func(s *State) error {
-		if _, err := s.Stat(p); err != nil {
-			return err
-		}
-		for _, gone := range append(s.Below(p), p) {
-			delete(s.Files, gone)
-			s.notify(guestapi.WatchRemove, gone)
-		}
-		return nil
-	})
+	if _, err := s.Stat(p); err != nil {
+		return none{}, err
+	}
+	below := s.Below(p)
+	if len(below) > 0 && !answer.BoolParam(r, "recursive") {
+		return none{}, conflict(p, "is not empty")
+	}
+	for _, gone := range append(below, p) {
+		delete(s.Files, gone)
+		s.notify(guestapi.WatchRemove, gone)
+	}
+	return none{}, nil
 }
 
-func (g *Guest) makeDir(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.MakeDir
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
-	}
+func (s *State) makeDir(_ *http.Request, req guestapi.MakeDir) (out guestapi.MadeDir, err error) {
 	p := meaning(req.Path, req.User)
-	return respond(g, w, http.StatusOK, func(s *State) (out guestapi.MadeDir, err error) {
-		_, missing := s.Stat(p)
-		if missing == nil && !req.Parents {
-			return out, conflict(p, "exists")
-		}
-		if out.Created = missing != nil; out.Created {
-			s.mkdir(p, req.User)
-		}
-		out.FileInfo, err = s.Stat(p)
-		return out, err
-	})
+	_, missing := s.Stat(p)
+	if missing == nil && !req.Parents {
+		return out, conflict(p, "exists")
+	}
+	if out.Created = missing != nil; out.Created {
+		s.mkdir(p, req.User)
+	}
+	out.FileInfo, err = s.Stat(p)
+	return out, err
 }
 
 // mkdir makes a directory and those above it.
@@ -230,21 +230,15 @@ func (s *State) mkdir(p, user string) {
 	}
 }
 
-func (g *Guest) rename(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.Rename
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
-	}
+func (s *State) rename(_ *http.Request, req guestapi.Rename) (guestapi.FileInfo, error) {
 	from, to := meaning(req.From, req.User), meaning(req.To, req.User)
-	return respond(g, w, http.StatusOK, func(s *State) (guestapi.FileInfo, error) {
-		if _, err := s.Stat(to); err == nil && req.NoReplace {
-			return guestapi.FileInfo{}, conflict(to, "exists")
-		}
-		if err := s.move(from, to); err != nil {
-			return guestapi.FileInfo{}, err
-		}
-		return s.Stat(to)
-	})
+	if _, err := s.Stat(to); err == nil && req.NoReplace {
+		return guestapi.FileInfo{}, conflict(to, "exists")
+	}
+	if err := s.move(from, to); err != nil {
+		return guestapi.FileInfo{}, err
+	}
+	return s.Stat(to)
 }
 
 func (s *State) move(from, to string) error {
@@ -262,29 +256,23 @@ func (s *State) move(from, to string) error {
 	return nil
 }
 
-func (g *Guest) setXAttrs(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.SetXAttrs
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
-	}
+func (s *State) setXAttrs(_ *http.Request, req guestapi.SetXAttrs) (guestapi.FileInfo, error) {
 	p := meaning(req.Path, req.User)
-	return respond(g, w, http.StatusOK, func(s *State) (guestapi.FileInfo, error) {
-		info, err := s.Stat(p)
-		if err != nil {
-			return info, err
-		}
-		f := s.Files[p]
-		f.Dir = info.Type == "dir"
-		xattrs := map[string]string{}
-		maps.Copy(xattrs, f.XAttrs)
-		maps.Copy(xattrs, req.Set)
-		for _, name := range req.Remove {
-			delete(xattrs, name)
-		}
-		f.XAttrs = xattrs
-		s.put(p, f)
-		return s.Stat(p)
-	})
+	info, err := s.Stat(p)
+	if err != nil {
+		return info, err
+	}
+	f := s.Files[p]
+	f.Dir, f.XAttrs = info.Type == "dir", maps.Clone(f.XAttrs)
+	if f.XAttrs == nil {
+		f.XAttrs = map[string]string{}
+	}
+	maps.Copy(f.XAttrs, req.Set)
+	for _, name := range req.Remove {
+		delete(f.XAttrs, name)
+	}
+	s.put(p, f)
+	return s.Stat(p)
 }
 
 // tar writes the files below a directory, or one file.

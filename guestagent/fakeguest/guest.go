@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"path"
 	"sync"
 	"time"
 
@@ -156,39 +157,42 @@ var routes = sync.OnceValue(func() http.Handler {
 			return h(g, w, r)
 		}))
 	}
-	handle("GET "+guestapi.PathHealth, "health", false, (*Guest).health)
-	for path, h := range map[string]handler{
-		guestapi.PathQuiesce: (*Guest).quiesce, guestapi.PathReseed: (*Guest).reseed, guestapi.PathReseal: (*Guest).reseal,
-		guestapi.PathRelease: (*Guest).release, guestapi.PathFlush: (*Guest).flush,
+	for pattern, h := range map[string]handler{
+		"GET " + guestapi.PathHealth:   show((*State).health),
+		"POST " + guestapi.PathQuiesce: change(http.StatusOK, (*State).quiesce),
+		"POST " + guestapi.PathReseed:  (*Guest).reseed,
+		"POST " + guestapi.PathReseal:  (*Guest).reseal,
+		"POST " + guestapi.PathRelease: change(http.StatusOK, (*State).release),
+		"POST " + guestapi.PathFlush:   change(http.StatusOK, (*State).flush),
 	} {
-		handle("POST "+path, path[len("/v1/"):], false, h)
+		handle(pattern, path.Base(pattern), false, h)
 	}
 	for pattern, h := range map[string]handler{
-		"POST " + guestapi.PathSessions:        (*Guest).createSession,
-		"GET " + guestapi.PathSessions:         (*Guest).listSessions,
-		"GET " + guestapi.PathSession:          (*Guest).getSession,
-		"DELETE " + guestapi.PathSession:       (*Guest).deleteSession,
+		"POST " + guestapi.PathSessions:        change(http.StatusCreated, (*State).createSession),
+		"GET " + guestapi.PathSessions:         show((*State).listSessions),
+		"GET " + guestapi.PathSession:          show((*State).info),
+		"DELETE " + guestapi.PathSession:       remove((*State).deleteSession),
 		"GET " + guestapi.PathSessionWait:      (*Guest).waitSession,
 		"GET " + guestapi.PathSessionOutput:    (*Guest).sessionOutput,
 		"POST " + guestapi.PathSessionStdin:    (*Guest).sessionStdin,
-		"POST " + guestapi.PathSessionSignal:   (*Guest).sessionSignal,
-		"POST " + guestapi.PathSessionResize:   (*Guest).sessionResize,
-		"POST " + guestapi.PathSessionDeadline: (*Guest).sessionDeadline,
+		"POST " + guestapi.PathSessionSignal:   change(http.StatusNoContent, (*State).signal),
+		"POST " + guestapi.PathSessionResize:   change(http.StatusNoContent, (*State).resize),
+		"POST " + guestapi.PathSessionDeadline: change(http.StatusNoContent, (*State).deadline),
 		"GET " + guestapi.PathSessionAttach:    (*Guest).attachSession,
 		"GET " + guestapi.PathFiles:            (*Guest).getFile,
 		"PUT " + guestapi.PathFiles:            (*Guest).putFile,
-		"DELETE " + guestapi.PathFiles:         (*Guest).deleteFile,
+		"DELETE " + guestapi.PathFiles:         remove((*State).deleteFile),
 		"GET " + guestapi.PathFileContent:      (*Guest).getFile,
 		"PUT " + guestapi.PathFileContent:      (*Guest).putFile,
-		"DELETE " + guestapi.PathFileContent:   (*Guest).deleteFile,
-		"POST " + guestapi.PathMakeDir:         (*Guest).makeDir,
-		"POST " + guestapi.PathRename:          (*Guest).rename,
-		"POST " + guestapi.PathXAttrs:          (*Guest).setXAttrs,
-		"POST " + guestapi.PathWatches:         (*Guest).createWatch,
-		"GET " + guestapi.PathWatches:          (*Guest).listWatches,
-		"DELETE " + guestapi.PathWatch:         (*Guest).deleteWatch,
+		"DELETE " + guestapi.PathFileContent:   remove((*State).deleteFile),
+		"POST " + guestapi.PathMakeDir:         change(http.StatusOK, (*State).makeDir),
+		"POST " + guestapi.PathRename:          change(http.StatusOK, (*State).rename),
+		"POST " + guestapi.PathXAttrs:          change(http.StatusOK, (*State).setXAttrs),
+		"POST " + guestapi.PathWatches:         change(http.StatusCreated, (*State).createWatch),
+		"GET " + guestapi.PathWatches:          show((*State).listWatches),
+		"DELETE " + guestapi.PathWatch:         remove((*State).deleteWatch),
 		"GET " + guestapi.PathWatchEvents:      (*Guest).watchEvents,
-		"GET " + guestapi.PathProcesses:        (*Guest).listProcesses,
+		"GET " + guestapi.PathProcesses:        show((*State).listProcesses),
 	} {
 		handle(pattern, "public", true, h)
 	}
@@ -198,27 +202,54 @@ var routes = sync.OnceValue(func() http.Handler {
 	return mux
 })
 
-// respond changes the state and answers with what the change returns.
-func respond[T any](g *Guest, w http.ResponseWriter, status int, fn func(s *State) (T, error)) error {
-	var out T
+// show answers with what fn finds in the state.
+func show[Out any](fn func(s *State, r *http.Request) (Out, error)) handler {
+	return func(g *Guest, w http.ResponseWriter, r *http.Request) error {
+		var out Out
+		err := g.view(func(s *State) (err error) { out, err = fn(s, r); return err })
+		if err == nil {
+			answer.WriteJSON(w, http.StatusOK, out)
+		}
+		return err
+	}
+}
+
+// change reads a body, and answers with what fn returns; with StatusNoContent, without a body.
+func change[In, Out any](status int, fn func(s *State, r *http.Request, in In) (Out, error)) handler {
+	return func(g *Guest, w http.ResponseWriter, r *http.Request) error {
+		var in In
+		if err := answer.ReadJSON(w, r, maxBody, &in); err != nil {
+			return err
+		}
+		return respond(g, w, status, func(s *State) (Out, error) { return fn(s, r, in) })
+	}
+}
+
+// remove answers without a body.
+func remove(fn func(s *State, r *http.Request) (none, error)) handler {
+	return func(g *Guest, w http.ResponseWriter, r *http.Request) error {
+		return respond(g, w, http.StatusNoContent, func(s *State) (none, error) { return fn(s, r) })
+	}
+}
+
+// none is an answer without a body.
+type none struct{}
+
+// respond changes the state, and answers with what fn returns; with StatusNoContent, without a body.
+func respond[Out any](g *Guest, w http.ResponseWriter, status int, fn func(s *State) (Out, error)) error {
+	var out Out
 	if err := g.update(func(s *State) (err error) { out, err = fn(s); return err }); err != nil {
 		return err
+	}
+	if status == http.StatusNoContent {
+		w.WriteHeader(status)
+		return nil
 	}
 	answer.WriteJSON(w, status, out)
 	return nil
 }
 
-// act changes the state and answers without a body.
-func act(g *Guest, w http.ResponseWriter, fn func(s *State) error) error {
-	if err := g.update(fn); err != nil {
-		return err
-	}
-	w.WriteHeader(http.StatusNoContent)
-	return nil
-}
-
 // listProcesses answers that only an init runs.
-func (g *Guest) listProcesses(w http.ResponseWriter, _ *http.Request) error {
-	answer.WriteJSON(w, http.StatusOK, guestapi.Processes{Processes: []guestapi.Process{{PID: 1, Comm: "init", Cmdline: "init", State: "S", RSSBytes: 4096}}})
-	return nil
+func (s *State) listProcesses(*http.Request) (guestapi.Processes, error) {
+	return guestapi.Processes{Processes: []guestapi.Process{{PID: 1, Comm: "init", Cmdline: "init", State: "S", RSSBytes: 4096}}}, nil
 }

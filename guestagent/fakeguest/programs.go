@@ -169,7 +169,7 @@ func (n *Session) end(code int, signal string) {
 // input gives input to a session.
 func (s *State) input(n *Session, b []byte, shut bool) error {
 	if !n.StdinOpen {
-		return core.Errorf(core.FailedPrecondition, guestapi.CodeSessionEnded, "the stdin of session %s is closed", n.ID)
+		return core.Errorf(core.Conflict, guestapi.CodeSessionEnded, "the stdin of session %s is closed", n.ID)
 	}
 	n.Stdin, n.StdinOpen = append(n.Stdin, b...), !shut
 	s.advance(n)

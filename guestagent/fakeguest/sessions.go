@@ -21,71 +21,49 @@ import (
 // maxBody bounds what a request, or a program at once, brings.
 const maxBody = 64 << 20
 
-// info is the session in the form for a host.
-func (n *Session) info() guestapi.Session {
+// view is the session in the form for a host.
+func (n *Session) view() guestapi.Session {
 	out := n.Session
 	out.StdoutBytes, out.StdoutFirst = n.Out.end(), n.Out.First
 	out.StderrBytes, out.StderrFirst = n.Err.end(), n.Err.First
 	return out
 }
 
-// on makes a change of the session that a request names into one of the state.
-func on(r *http.Request, fn func(s *State, n *Session) error) func(s *State) error {
-	return func(s *State) error {
-		n, err := s.session(core.SessionID(r.PathValue("id")))
-		if err != nil {
-			return err
-		}
-		return fn(s, n)
-	}
+// named returns the session that a request names.
+func (s *State) named(r *http.Request) (*Session, error) {
+	return s.session(core.SessionID(r.PathValue("id")))
 }
 
-func (g *Guest) createSession(w http.ResponseWriter, r *http.Request) error {
-	var spec guestapi.SessionSpec
-	if err := answer.ReadJSON(w, r, maxBody, &spec); err != nil {
-		return err
+func (s *State) createSession(_ *http.Request, spec guestapi.SessionSpec) (guestapi.Session, error) {
+	n, err := s.start(spec)
+	if err != nil {
+		return guestapi.Session{}, err
 	}
-	return respond(g, w, http.StatusCreated, func(s *State) (out guestapi.Session, err error) {
-		n, err := s.start(spec)
-		if err == nil {
-			out = n.info()
-		}
-		return out, err
-	})
+	return n.view(), nil
 }
 
-func (g *Guest) listSessions(w http.ResponseWriter, _ *http.Request) error {
+func (s *State) listSessions(*http.Request) (guestapi.Sessions, error) {
 	out := guestapi.Sessions{Sessions: []guestapi.Session{}}
-	if err := g.view(func(s *State) error {
-		for _, n := range s.Sessions {
-			out.Sessions = append(out.Sessions, n.info())
-		}
-		return nil
-	}); err != nil {
-		return err
+	for _, n := range s.Sessions {
+		out.Sessions = append(out.Sessions, n.view())
 	}
-	answer.WriteJSON(w, http.StatusOK, out)
-	return nil
+	return out, nil
 }
 
-func (g *Guest) getSession(w http.ResponseWriter, r *http.Request) error {
-	out, err := g.info(r)
+func (s *State) info(r *http.Request) (guestapi.Session, error) {
+	n, err := s.named(r)
+	if err != nil {
+		return guestapi.Session{}, err
+	}
+	return n.view(), nil
+}
+
+func (s *State) deleteSession(r *http.Request) (none, error) {
+	n, err := s.named(r)
 	if err == nil {
-		answer.WriteJSON(w, http.StatusOK, out)
+		s.Sessions = slices.DeleteFunc(s.Sessions, func(o *Session) bool { return o == n })
 	}
-	return err
-}
-
-func (g *Guest) info(r *http.Request) (out guestapi.Session, err error) {
-	err = g.view(on(r, func(_ *State, n *Session) error { out = n.info(); return nil }))
-	return out, err
-}
-
-func (g *Guest) deleteSession(w http.ResponseWriter, r *http.Request) error {
-	return act(g, w, on(r, func(s *State, n *Session) error {
-		s.Sessions = slices.DeleteFunc(slices.Clone(s.Sessions), func(o *Session) bool { return o == n })
-		return nil
-	}))
+	return none{}, err
 }
 
 func (g *Guest) waitSession(w http.ResponseWriter, r *http.Request) error {
@@ -96,9 +74,8 @@ func (g *Guest) waitSession(w http.ResponseWriter, r *http.Request) error {
 	ctx, cancel := context.WithTimeout(r.Context(), time.Duration(ms)*time.Millisecond)
 	defer cancel()
 	var out guestapi.Session
-	look := func(_ *State, n *Session) error { out = n.info(); return nil }
-	err = g.await(ctx, func(s *State) (bool, error) {
-		err := on(r, look)(s)
+	err = g.await(ctx, func(s *State) (ended bool, err error) {
+		out, err = s.info(r)
 		return out.State == guestapi.SessionExited, err
 	})
 	if err != nil && ctx.Err() == nil {
@@ -119,16 +96,17 @@ type chunk struct {
 func (g *Guest) read(ctx context.Context, r *http.Request, stream string, offset int64, follow bool) (chunk, error) {
 	var out chunk
 	err := g.await(ctx, func(s *State) (bool, error) {
-		err := on(r, func(_ *State, n *Session) error {
-			o := &n.Out
-			if stream == "stderr" {
-				o = &n.Err
-			}
-			at := min(max(offset, o.First), o.end()) // an offset behind the end is the end
-			out = chunk{at: at, data: slices.Clip(o.Data[at-o.First:]), ended: n.State == guestapi.SessionExited}
-			return nil
-		})(s)
-		return !follow || out.ended || len(out.data) > 0 || out.at > offset, err
+		n, err := s.named(r)
+		if err != nil {
+			return false, err
+		}
+		o := &n.Out
+		if stream == "stderr" {
+			o = &n.Err
+		}
+		at := min(max(offset, o.First), o.end()) // an offset behind the end is the end
+		out = chunk{at: at, data: slices.Clip(o.Data[at-o.First:]), ended: n.State == guestapi.SessionExited}
+		return !follow || out.ended || len(out.data) > 0 || at > offset, nil
 	})
 	return out, err
 }
@@ -189,23 +167,33 @@ func (g *Guest) sessionStdin(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return answer.BodyError(r.Context(), err)
 	}
-	shut := answer.BoolParam(r, "close")
-	return act(g, w, on(r, func(s *State, n *Session) error { return s.input(n, b, shut) }))
+	return respond(g, w, http.StatusNoContent, func(s *State) (none, error) {
+		n, err := s.named(r)
+		if err != nil {
+			return none{}, err
+		}
+		return none{}, s.input(n, b, answer.BoolParam(r, "close"))
+	})
 }
 
-func (g *Guest) sessionSignal(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.Signal
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
+func (s *State) signal(r *http.Request, req guestapi.Signal) (none, error) {
+	n, err := s.named(r)
+	if err != nil {
+		return none{}, err
 	}
 	// A host that does not ask for the feature may reach an agent that ignores the target.
-	asked := req.Target == "" || slices.Contains(r.URL.Query()[guestapi.ParamNeed], guestapi.FeatureSignalTarget)
-	return act(g, w, on(r, func(_ *State, n *Session) error {
-		if !asked {
-			return nil
-		}
-		return n.signal(req.Signal)
-	}))
+	if req.Target != "" && !slices.Contains(r.URL.Query()[guestapi.ParamNeed], guestapi.FeatureSignalTarget) {
+		return none{}, nil
+	}
+	return none{}, n.signal(req.Signal)
+}
+
+// running returns an error if the session has ended.
+func (n *Session) running() error {
+	if n.State == guestapi.SessionExited {
+		return core.Errorf(core.Conflict, guestapi.CodeSessionEnded, "session %s has ended", n.ID)
+	}
+	return nil
 }
 
 // signal ends a session: no program handles signals.
@@ -218,23 +206,28 @@ func (n *Session) signal(name string) error {
 	if signal == "" {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q does not exist", core.Clip(name))
 	}
+	if err := n.running(); err != nil {
+		return err
+	}
 	n.end(128+number, signal)
 	return nil
 }
 
-func (g *Guest) sessionResize(w http.ResponseWriter, r *http.Request) error {
-	return act(g, w, on(r, func(*State, *Session) error { return nil }))
+func (s *State) resize(r *http.Request, _ guestapi.Resize) (none, error) {
+	_, err := s.named(r)
+	return none{}, err
 }
 
-func (g *Guest) sessionDeadline(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.Deadline
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
+func (s *State) deadline(r *http.Request, req guestapi.Deadline) (none, error) {
+	n, err := s.named(r)
+	if err == nil {
+		err = n.running()
 	}
-	return act(g, w, on(r, func(s *State, n *Session) error {
-		if n.Deadline = 0; req.TimeoutMS > 0 {
-			n.Deadline = s.Uptime + time.Duration(req.TimeoutMS)*time.Millisecond
-		}
-		return nil
-	}))
+	if err != nil {
+		return none{}, err
+	}
+	if n.Deadline = 0; req.TimeoutMS > 0 {
+		n.Deadline = s.Uptime + time.Duration(req.TimeoutMS)*time.Millisecond
+	}
+	return none{}, nil
 }

@@ -31,38 +31,26 @@ func (s *State) notify(kind, path string) {
 	}
 }
 
-func (g *Guest) createWatch(w http.ResponseWriter, r *http.Request) error {
-	var req guestapi.CreateWatch
-	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
-		return err
-	}
+func (s *State) createWatch(_ *http.Request, req guestapi.CreateWatch) (guestapi.Watch, error) {
 	p := meaning(req.Path, req.User)
-	return respond(g, w, http.StatusCreated, func(s *State) (guestapi.Watch, error) {
-		info, err := s.Stat(p)
-		if err == nil && info.Type != "dir" {
-			err = conflict(p, "is not a directory")
-		}
-		if err != nil {
-			return guestapi.Watch{}, err
-		}
-		made := guestapi.Watch{ID: core.NewID[core.WatchID](), Path: p, Recursive: req.Recursive, User: req.User, CreatedAt: time.Now().UTC()}
-		s.Watches = append(s.Watches, &Watch{Watch: made})
-		return made, nil
-	})
+	info, err := s.Stat(p)
+	if err == nil && info.Type != "dir" {
+		err = conflict(p, "is not a directory")
+	}
+	if err != nil {
+		return guestapi.Watch{}, err
+	}
+	made := guestapi.Watch{ID: core.NewID[core.WatchID](), Path: p, Recursive: req.Recursive, User: req.User, CreatedAt: time.Now().UTC()}
+	s.Watches = append(s.Watches, &Watch{Watch: made})
+	return made, nil
 }
 
-func (g *Guest) listWatches(w http.ResponseWriter, _ *http.Request) error {
+func (s *State) listWatches(*http.Request) (guestapi.Watches, error) {
 	out := guestapi.Watches{Watches: []guestapi.Watch{}}
-	if err := g.view(func(s *State) error {
-		for _, one := range s.Watches {
-			out.Watches = append(out.Watches, one.Watch)
-		}
-		return nil
-	}); err != nil {
-		return err
+	for _, w := range s.Watches {
+		out.Watches = append(out.Watches, w.Watch)
 	}
-	answer.WriteJSON(w, http.StatusOK, out)
-	return nil
+	return out, nil
 }
 
 // watch returns the place of the watch that a request names.
@@ -75,14 +63,12 @@ func (s *State) watch(r *http.Request) (int, error) {
 	return i, nil
 }
 
-func (g *Guest) deleteWatch(w http.ResponseWriter, r *http.Request) error {
-	return act(g, w, func(s *State) error {
-		i, err := s.watch(r)
-		if err == nil {
-			s.Watches = slices.Delete(s.Watches, i, i+1)
-		}
-		return err
-	})
+func (s *State) deleteWatch(r *http.Request) (none, error) {
+	i, err := s.watch(r)
+	if err == nil {
+		s.Watches = slices.Delete(s.Watches, i, i+1)
+	}
+	return none{}, err
 }
 
 // watchEvents sends the events of a watch, one a line.
