@@ -37,7 +37,7 @@ func (g *Guest) attachSession(w http.ResponseWriter, r *http.Request) error {
 	}
 	conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{InsecureSkipVerify: true, CompressionMode: websocket.CompressionDisabled})
 	if err != nil {
-		return nil //nolint:nilerr // Accept has answered
+		return nil // Accept has answered
 	}
 	defer func() { _ = conn.CloseNow() }() // closed before, or broken
 	a := &attachment{g: g, r: r, conn: conn}

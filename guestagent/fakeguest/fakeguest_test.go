@@ -73,7 +73,7 @@ func TestStateIsAValue(t *testing.T) {
 	if err := json.Unmarshal(b, got); err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff(want, got, cmpopts.EquateEmpty(), cmpopts.EquateComparable(core.Identity{})); diff != "" {
+	if diff := cmp.Diff(want, got, cmpopts.EquateEmpty()); diff != "" {
 		t.Errorf("the state (-before +after):\n%s", diff)
 	}
 }

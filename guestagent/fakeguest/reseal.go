@@ -78,17 +78,15 @@ func (s *State) change(step *core.ResealStep, req guestapi.ResealRequest) {
 		b := s.draw()
 		value(fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:16]))
 	case guestapi.StepMachineID:
-		s.Identity.MachineID = req.Identity.MachineID
-		value(s.Identity.MachineID)
+		value(req.Identity.MachineID)
 	case guestapi.StepHostname:
-		s.Identity.Hostname = req.Identity.Hostname
-		value(s.Identity.Hostname)
+		value(req.Identity.Hostname)
 	case guestapi.StepNetwork:
 		if req.Identity.MAC == "" && !req.Identity.IP.IsValid() {
 			skip("no network was requested")
 			break
 		}
-		s.setNetwork(step, req)
+		setNetwork(step, req)
 	case guestapi.StepSockets:
 		step.Evidence[guestapi.EvidenceDestroyed], step.Evidence[guestapi.EvidenceRemaining] = "0", "0"
 	case guestapi.StepTCPMetrics:
@@ -112,20 +110,18 @@ func (s *State) change(step *core.ResealStep, req guestapi.ResealRequest) {
 			step.Evidence[guestapi.EvidenceTokenHash] = shortHash([]byte(req.Token))
 		}
 	case guestapi.StepGeneration:
-		s.Identity.Generation = req.Identity.Generation
-		value(s.Identity.Generation)
+		value(s.Generation)
 	default:
 		skip("a fake guest has none")
 	}
 }
 
-func (s *State) setNetwork(step *core.ResealStep, req guestapi.ResealRequest) {
+func setNetwork(step *core.ResealStep, req guestapi.ResealRequest) {
 	mac, err := net.ParseMAC(req.Identity.MAC)
 	if err != nil || !req.Identity.IP.IsValid() {
 		step.Status, step.Error = core.ResealFailed, "the address is not valid"
 		return
 	}
-	s.Identity.MAC, s.Identity.IP = mac.String(), req.Identity.IP
 	gateway, routes := "", "0"
 	if req.Network.Gateway.IsValid() {
 		gateway, routes = req.Network.Gateway.String(), "1"

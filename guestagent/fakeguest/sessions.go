@@ -67,11 +67,12 @@ func (s *State) deleteSession(r *http.Request) (none, error) {
 }
 
 func (g *Guest) waitSession(w http.ResponseWriter, r *http.Request) error {
-	ms, err := answer.IntParam(r, "timeout_ms", (300 * time.Second).Milliseconds())
+	const longest = 300_000
+	ms, err := answer.IntParam(r, "timeout_ms", longest)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(r.Context(), time.Duration(ms)*time.Millisecond)
+	ctx, cancel := context.WithTimeout(r.Context(), time.Duration(min(ms, longest))*time.Millisecond)
 	defer cancel()
 	var out guestapi.Session
 	err = g.await(ctx, func(s *State) (ended bool, err error) {

@@ -10,7 +10,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -28,9 +27,8 @@ type State struct {
 	Used       []string // every generation before this one
 	Quiesced   guestapi.QuiesceResponse
 
-	Random   []byte // the key of the random generator
-	Drawn    uint64 // how often it was used under this key
-	Identity core.Identity
+	Random []byte // the key of the random generator
+	Drawn  uint64 // how often it was used under this key
 
 	Counter     int64           // of the program inc
 	Files       map[string]File // by absolute path; a directory of a file need not be there itself
@@ -46,7 +44,6 @@ func NewState() *State {
 	_, _ = rand.Read(s.Random) // never fails
 	s.BootNonce = hex.EncodeToString(s.draw()[:8])
 	s.Generation = "boot-" + s.BootNonce
-	s.Identity = core.Identity{Hostname: "localhost", MachineID: hex.EncodeToString(s.draw()[:16])}
 	s.Files = map[string]File{"/root": {Dir: true}, "/tmp": {Dir: true}, "/workspace": {Dir: true}}
 	return s
 }

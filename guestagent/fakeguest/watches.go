@@ -80,12 +80,17 @@ func (g *Guest) watchEvents(w http.ResponseWriter, r *http.Request) error {
 	if err := g.view(func(s *State) error { _, err := s.watch(r); return err }); err != nil {
 		return err
 	}
-	follow := answer.BoolParam(r, "follow")
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	w.WriteHeader(http.StatusOK)
+	_ = g.sendEvents(w, r, after) // an error means that the reader is gone, or the watch
+	return nil
+}
+
+func (g *Guest) sendEvents(w http.ResponseWriter, r *http.Request, after int64) error {
+	follow := answer.BoolParam(r, "follow")
 	for lines := json.NewEncoder(w); ; {
-		if http.NewResponseController(w).Flush() != nil {
-			return nil
+		if err := http.NewResponseController(w).Flush(); err != nil {
+			return err
 		}
 		var list []guestapi.WatchEvent
 		if err := g.await(r.Context(), func(s *State) (bool, error) {
@@ -96,11 +101,11 @@ func (g *Guest) watchEvents(w http.ResponseWriter, r *http.Request) error {
 			}
 			return len(list) > 0 || !follow, err
 		}); err != nil {
-			return nil //nolint:nilerr // the reader is gone, or the watch
+			return err
 		}
 		for _, e := range list {
-			if lines.Encode(e) != nil {
-				return nil
+			if err := lines.Encode(e); err != nil {
+				return err
 			}
 			after = e.Seq
 		}
