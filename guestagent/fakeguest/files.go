@@ -55,7 +55,9 @@ func (s *State) Stat(p string) (guestapi.FileInfo, error) {
 	if !ok && p != "/" && len(s.Below(p)) == 0 {
 		return guestapi.FileInfo{}, core.Errorf(core.NotFound, core.CodeFileNotFound, "%s: there is no such file in the sandbox", core.Clip(p))
 	}
-	info := guestapi.FileInfo{Path: p, Name: path.Base(p), Type: "file", Mode: cmp.Or(f.Mode, "0644"), Size: int64(len(f.Data)), MTime: f.Changed, Owner: f.Owner, XAttrs: f.XAttrs}
+	info := guestapi.FileInfo{
+		Path: p, Name: path.Base(p), Type: "file", Mode: cmp.Or(f.Mode, "0644"), Size: int64(len(f.Data)), MTime: f.Changed, Owner: f.Owner, XAttrs: f.XAttrs,
+	}
 	if f.Dir || !ok {
 		info.Type, info.Mode = "dir", cmp.Or(f.Mode, "0755")
 	}

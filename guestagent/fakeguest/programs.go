@@ -182,7 +182,7 @@ func (s *State) run(n *Session, words []string) (waits bool) {
 		return false
 	}
 	args := words[1:]
-	last := func(i int) string { return args[max(len(args)-i, 0)] }
+	last := func(i int) string { return words[max(len(words)-i, 0)] }
 	n.Status = 0
 	switch words[0] {
 	case "true", "sh", "bash":
