@@ -11,18 +11,17 @@ import (
 
 type previewRow struct {
 	model.Port
-	Epoch int64               `db:"epoch"`
-	State core.WorkspaceState `db:"state"`
+	Epoch int64 `db:"epoch"`
 }
 
 // Preview finds the preview of a port of a workspace.
 func (t *tx) Preview(ctx context.Context, workspace core.WorkspaceID, guestPort int) (previews.Preview, error) {
 	r, err := pgtx.One[previewRow](ctx, t, previews.Absent(), `
-		SELECT p.id, p.project_id, p.workspace_id, p.guest_port, p.listen, p.visibility, p.expires_at, p.created_at, false AS closed, w.epoch, w.state
+		SELECT p.id, p.project_id, p.workspace_id, p.guest_port, p.listen, p.visibility, p.expires_at, p.created_at, false AS closed, w.epoch
 		FROM ports p JOIN workspaces w ON w.id = p.workspace_id
 		WHERE p.workspace_id = @id AND p.guest_port = @port AND p.visibility <> '' AND (p.expires_at IS NULL OR p.expires_at > now()) AND w.ended_at IS NULL`,
 		pgtx.Args{"id": workspace, "port": guestPort})
-	return previews.Preview{Port: r.Port, Epoch: r.Epoch, State: r.State}, err
+	return previews.Preview{Port: r.Port, Epoch: r.Epoch}, err
 }
 
 // inheritedPreview is the preview that a fork gets.
