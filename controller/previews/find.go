@@ -85,6 +85,14 @@ func (m *Manager) Changed(id core.WorkspaceID) {
 	maps.DeleteFunc(r.absent, func(t sandboxhost.Target, _ time.Time) bool { return t.ID == bare })
 }
 
+// KeyEnded forgets the previews that were opened with a key.
+func (m *Manager) KeyEnded(id core.KeyID) {
+	r := &m.recent
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	maps.DeleteFunc(r.found, func(_ sandboxhost.Target, f finding) bool { return f.preview.KeyID == id })
+}
+
 // count needs mu. It is the count of the changes to a workspace.
 func (r *recent) count(id string) *uint64 {
 	sum := 0

@@ -126,7 +126,7 @@ type Want struct {
 	TTL        time.Duration // 0: an hour for a signed one, and the workspace's life for others
 }
 
-// Open opens a preview. It replaces the preview of the same port, and with it the token of that.
+// Open opens a preview. It replaces the preview of the same port, and with it the token of that. A signed one ends with the key of the request.
 func (m *Manager) Open(ctx context.Context, project core.ProjectID, id core.WorkspaceID, want Want) (model.Port, error) {
 	if m.site.Load() == nil {
 		return model.Port{}, core.Errorf(core.Invalid, core.CodeUnsupported, "this server serves no previews; its operator turns them on with --preview-listen and --preview-domain")
@@ -134,9 +134,12 @@ func (m *Manager) Open(ctx context.Context, project core.ProjectID, id core.Work
 	if want.TTL == 0 && want.Visibility == model.VisibilitySigned {
 		want.TTL = DefaultSigned
 	}
-	p := model.Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: want.GuestPort, Visibility: want.Visibility}
+	p := model.Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: want.GuestPort, Visibility: want.Visibility, KeyID: request.KeyOf(ctx).ID}
 	if want.TTL > 0 {
 		ends := time.Now().Add(want.TTL).UTC().Truncate(time.Second) // as it is in the token
+		if key := request.KeyOf(ctx); want.Visibility == model.VisibilitySigned && !key.ExpiresAt.IsZero() && key.ExpiresAt.Before(ends) {
+			ends = key.ExpiresAt.UTC().Truncate(time.Second)
+		}
 		p.ExpiresAt = &ends
 	}
 	defer m.Changed(id)

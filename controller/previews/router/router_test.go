@@ -285,6 +285,58 @@ func TestServiceWorkers(t *testing.T) {
 	}
 }
 
+// TestRevokedKey: the signed links that were made with a key, and those that forks have inherited, end with the key. Other previews stay.
+func TestRevokedKey(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create(w.rest)
+	guest := w.guest(func(rw http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(rw, "hello") })
+	key, err := w.rest.CreateKey(t.Context(), coppice.ProjectID(w.project()), coppice.CreateKeyRequest{
+		Name: "visitor", Scopes: []coppice.KeyScope{coppice.ScopeWorkspaceCreate, coppice.ScopeWorkspaceExec}, TTLSeconds: 3600,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	theirs := w.sdk(key.Secret)
+	open := func(c *coppice.Client, port int, v coppice.Visibility, ttl int64) coppice.Port {
+		t.Helper()
+		w.listen(ws.ID, port, guest)
+		p, err := c.CreatePort(t.Context(), ws.ID, coppice.CreatePortRequest{GuestPort: port, Visibility: v, TTLSeconds: ttl})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.want("before", w.get(w.client, p.URL, "Coppice-Key", firstKey), http.StatusOK, "hello")
+		return p
+	}
+	dead := open(theirs, 3000, coppice.VisibilitySigned, 7200)
+	if dead.ExpiresAt.IsZero() || dead.ExpiresAt.After(key.Key.ExpiresAt) {
+		t.Errorf("the link ends at %s, and its key at %s", dead.ExpiresAt, key.Key.ExpiresAt)
+	}
+	stay := []coppice.Port{
+		open(theirs, 3001, coppice.VisibilityPrivate, 0), open(theirs, 3002, coppice.VisibilityPublic, 0), open(w.rest, 3003, coppice.VisibilitySigned, 0),
+	}
+	f, err := w.rest.ForkWorkspace(t.Context(), ws.ID, coppice.ForkWorkspaceRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	child := f.Children[0]
+	if len(child.Previews) != 3 {
+		t.Fatalf("the fork has %+v", child.Previews)
+	}
+	if err := w.rest.RevokeKey(t.Context(), key.Key.ID); err != nil {
+		t.Fatal(err)
+	}
+	eventually.True(t, "its link is dead", func() bool { return w.get(w.client, dead.URL).status == http.StatusBadGateway })
+	for _, p := range stay {
+		w.want("another preview", w.get(w.client, p.URL, "Coppice-Key", firstKey), http.StatusOK, "hello")
+	}
+	for id, want := range map[coppice.WorkspaceID]int{ws.ID: 3, child.Workspace.ID: 2} {
+		if list, err := w.rest.Ports(t.Context(), id); err != nil || len(list) != want {
+			t.Errorf("%s has %+v, %v", id, list, err)
+		}
+	}
+}
+
 // TestStreams: WebSockets and server-sent events go both ways at once, and end with the preview and with the sandbox.
 func TestStreams(t *testing.T) {
 	t.Parallel()
