@@ -41,8 +41,10 @@ func (l *lane) enter(ctx context.Context) error {
 	if n := l.waiting.Add(1); (l.most == 0 || n <= l.most) && l.places.Acquire(ctx, 1) == nil {
 		return nil
 	}
-	return core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "too many requests wait for the database; repeat the request later")
+	return errBusy
 }
+
+var errBusy error = core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "too many requests wait for the database, or it is too slow; repeat the request later")
 
 func (l *lane) leave() { l.places.Release(1) }
 
@@ -152,7 +154,7 @@ func (m *Manager) Lookup(ctx context.Context, t sandboxhost.Target) (Preview, er
 		l = m.guests
 	}
 	done := m.lookups.DoChan(t.Host(strconv.FormatUint(changes, 10)), func() (any, error) {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), lookupTime)
+		ctx, cancel := context.WithTimeoutCause(context.WithoutCancel(ctx), lookupTime, errBusy)
 		defer cancel()
 		if err := l.enter(ctx); err != nil {
 			return Preview{}, err

@@ -36,14 +36,18 @@ func (t *table) Workspace(context.Context, core.WorkspaceID) (model.Workspace, e
 	return t.reached, nil
 }
 
-func (t *table) Preview(_ context.Context, workspace core.WorkspaceID, _ int) (Preview, error) {
+func (t *table) Preview(ctx context.Context, workspace core.WorkspaceID, _ int) (Preview, error) {
 	t.reads.Add(1)
 	n := t.now.Add(1)
 	defer t.now.Add(-1)
 	for most := t.most.Load(); n > most && !t.most.CompareAndSwap(most, n); most = t.most.Load() {
 	}
 	if t.gate != nil {
-		<-t.gate
+		select {
+		case <-t.gate:
+		case <-ctx.Done():
+			return Preview{}, context.Cause(ctx) // as package postgres does
+		}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -176,6 +180,26 @@ func TestLookupsAreBounded(t *testing.T) {
 		}
 		if len(m.recent.found) > maxRecent || len(m.recent.absent) > maxRecent {
 			t.Errorf("%d and %d names are remembered", len(m.recent.found), len(m.recent.absent))
+		}
+	})
+}
+
+// TestSlowDatabase: a lookup that takes too long has failed because of the database, whether it was read or waited.
+func TestSlowDatabase(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		m := New(Config{}, &table{gate: make(chan struct{})}, nil)
+		var all sync.WaitGroup
+		for i := range 2 * maxLookups {
+			all.Go(func() {
+				if _, err := m.Lookup(t.Context(), name(i)); core.CategoryOf(err) != core.Unavailable {
+					t.Error(err)
+				}
+			})
+		}
+		all.Wait()
+		if _, known, _ := m.Recent(name(0)); known {
+			t.Error("a failure is remembered")
 		}
 	})
 }
