@@ -97,11 +97,11 @@ func (m *Manager) KeyEnded(id core.KeyID) {
 
 // count needs mu. It is the count of the changes to a workspace.
 func (r *recent) count(id string) *uint64 {
-	sum := 0
+	var sum uint8
 	for _, b := range []byte(id) {
-		sum = sum*31 + int(b)
+		sum = sum*31 + b
 	}
-	return &r.changes[uint(sum)%uint(len(r.changes))] //nolint:gosec // G115: the remainder is what counts
+	return &r.changes[sum]
 }
 
 // begin says how many changes there were before a read, and whether the name had a preview lately.
@@ -173,4 +173,3 @@ func (m *Manager) Lookup(ctx context.Context, t sandboxhost.Target) (Preview, er
 		return p, r.Err
 	}
 }
-

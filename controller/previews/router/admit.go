@@ -37,7 +37,9 @@ const (
 // tooManyError refuses a request before anything is read.
 type tooManyError struct{ wait time.Duration }
 
-func (e *tooManyError) Error() string { return "an address has made too many requests that were refused" }
+func (e *tooManyError) Error() string {
+	return "an address has made too many requests that were refused"
+}
 
 // outage reports whether a request could not be judged.
 func outage(err error) bool {
@@ -212,8 +214,8 @@ func hide(out *http.Request, query string) {
 func reduce(res *http.Response, host string) error {
 	h := res.Header
 	h.Add("Vary", "Service-Worker") // or a script that is in the browser's cache could become a service worker without a request
-	h.Del("Clear-Site-Data") // it would clear the cookies of all sandboxes
-	h.Del("Alt-Svc")         // it would lead browsers past this router
+	h.Del("Clear-Site-Data")        // it would clear the cookies of all sandboxes
+	h.Del("Alt-Svc")                // it would lead browsers past this router
 	lines := h.Values("Set-Cookie")
 	h.Del("Set-Cookie")
 	for _, line := range lines {

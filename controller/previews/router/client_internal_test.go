@@ -27,7 +27,9 @@ type desk struct {
 	lookups, used       int
 }
 
-func (d *desk) Recent(sandboxhost.Target) (previews.Preview, bool, error) { return signed, d.known, nil }
+func (d *desk) Recent(sandboxhost.Target) (previews.Preview, bool, error) {
+	return signed, d.known, nil
+}
 
 func (d *desk) Lookup(context.Context, sandboxhost.Target) (previews.Preview, error) {
 	d.lookups++
