@@ -90,7 +90,7 @@ func newWorld(t *testing.T) *world {
 	w.api = api.URL
 	w.rest = w.sdk(firstKey)
 
-	r := router.New(router.Config{Previews: w.control.Previews(), Keys: w.control.Tenancy, Domain: domain, Log: log, Refused: func(string) error { return nil }})
+	r := router.New(router.Config{Previews: w.control.Previews(), Keys: w.control.Tenancy, Domain: domain, Log: log})
 	w.background(r.Run)
 	w.server = httptest.NewUnstartedServer(r)
 	w.server.EnableHTTP2 = true
@@ -117,11 +117,16 @@ func (w *world) background(run func(context.Context) error) {
 
 // browser is a client for which every name leads to the router.
 func (w *world) browser(jar http.CookieJar, h2 bool) *http.Client {
+	return w.browserAt(jar, h2, net.IPv4(127, 0, 0, 1))
+}
+
+// browserAt is a browser at an address.
+func (w *world) browserAt(jar http.CookieJar, h2 bool, from net.IP) *http.Client {
 	pool := w.server.Client().Transport.(*http.Transport).TLSClientConfig.RootCAs
 	transport := &http.Transport{
 		TLSClientConfig: &tls.Config{RootCAs: pool, ServerName: "example.com"}, ForceAttemptHTTP2: h2,
 		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, "tcp", w.server.Listener.Addr().String())
+			return (&net.Dialer{LocalAddr: &net.TCPAddr{IP: from}}).DialContext(ctx, "tcp", w.server.Listener.Addr().String())
 		},
 	}
 	w.Cleanup(transport.CloseIdleConnections)

@@ -159,6 +159,7 @@ func previewFlags(f *pflag.FlagSet, cfg *daemon.PreviewConfig, listen, domain st
 func previewTLSFlags(f *pflag.FlagSet, cfg *daemon.PreviewConfig) {
 	f.StringVar(&cfg.TLSCert, "preview-tls-cert", "", "certificate `file` of previews, in PEM, for *.NAME; read again when it changes")
 	f.StringVar(&cfg.TLSKey, "preview-tls-key", "", "`file` with the key of that certificate, in PEM")
+	f.StringSliceVar(&cfg.Proxies, "preview-proxy", nil, "`networks` of the proxies in front of --preview-listen; their X-Forwarded-For says who the client is, for the bounds of each address")
 	f.StringSliceVar(&cfg.ACMEHosts, "preview-acme-host", nil, "get certificates by ACME (tls-alpn-01) for these `names` of previews, and for no others; --preview-listen must be reachable at port 443")
 	f.StringVar(&cfg.ACMECache, "preview-acme-cache", "", "`directory` that keeps those certificates and their keys")
 	f.StringVar(&cfg.ACMEDirectory, "preview-acme-directory", "", "`URL` of the ACME authority (default: Let's Encrypt)")
