@@ -113,7 +113,7 @@ func (n *node) viewAll(parent *Node) *Node {
 }
 
 // best returns the node of the greatest value: the first of equals on the way from the root, then in the order of the
-// actions. It reports whether the way to it is known; if not, the node that it returns must be read.
+// actions. If a node must be read to know the way to it, or all about it, it returns that too.
 func (n *node) best() (*Node, *node) {
 	r := &n.record
 	if r.Visits == 0 || r.Value != nil && *r.Value >= r.Max {
@@ -129,7 +129,7 @@ func (n *node) best() (*Node, *node) {
 			return c.best()
 		}
 		if e.Value >= e.Max {
-			return c.fromEdge(e), nil
+			return c.fromEdge(e), c
 		}
 		return n.view(), c
 	}
