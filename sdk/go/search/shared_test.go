@@ -213,3 +213,54 @@ func TestDeletedNodes(t *testing.T) {
 		t.Errorf("a search from a deleted root: %v", err)
 	}
 }
+
+// never is a store in which others are always faster.
+type never struct{ *words }
+
+func (never) Save(context.Context, string, int64, search.Record) (int64, error) {
+	return 0, search.ErrConflict
+}
+
+func TestEndlessConflicts(t *testing.T) {
+	t.Parallel()
+	w := &words{target: "cab", letters: "abc"}
+	cfg := config(w, search.UCT{})
+	cfg.Store, cfg.RootValue = never{w}, new(0.5)
+	s, err := search.New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Run(t.Context()); !errors.Is(err, search.ErrConflict) || !strings.Contains(err.Error(), "1000 times") {
+		t.Errorf("%v", err)
+	}
+}
+
+func TestNamesAreBounded(t *testing.T) {
+	t.Parallel()
+	for length, ok := range map[int]bool{0: true, 64: true, 65: false} {
+		c := search.Checkpoints{Name: strings.Repeat("x", length)}
+		if _, err := c.Annotations("a", search.Outcome{Value: 0.5}); (err == nil) != ok {
+			t.Errorf("a search with a name of %d bytes: %v", length, err)
+		}
+	}
+	w := &words{target: "cab", letters: "abc"}
+	cfg := config(w, search.UCT{})
+	cfg.Problem = refuser{strings.Repeat("x", 1000)}
+	if r := run(t, cfg); r.End != search.Exhausted || r.Tried != 1 {
+		t.Errorf("%+v", r)
+	}
+	if r, _, err := w.Load(t.Context(), root); err != nil || len(r.Edges) != 1 || len(r.Edges[0].Reason) != search.MaxReason || !r.Done || r.Visits != 0 {
+		t.Errorf("%+v, %v", r, err)
+	}
+}
+
+// refuser is a problem whose one action leads nowhere, for a long reason.
+type refuser struct{ reason string }
+
+func (refuser) Actions(context.Context, *search.Node) ([]search.Action, error) {
+	return []search.Action{{Name: "a"}}, nil
+}
+
+func (r refuser) Expand(context.Context, *search.Node, []search.Action) ([]search.Outcome, error) {
+	return []search.Outcome{{Reason: r.reason}}, nil
+}
