@@ -124,7 +124,9 @@ func (r *run) reserve(d decision) {
 	}
 	r.running++
 	r.tried += len(d.actions)
-	d.node.mark(d.actions, 1, r.tree.now().Add(r.cfg.Lease+margin))
+	until := r.tree.now().Add(r.cfg.Lease + margin).UTC().Truncate(time.Second)
+	d.node.mark(chosen, d.actions, 1, until)
+	d.node.mark(claimed, d.actions, 1, until)
 }
 
 // done counts a failure, and wakes the others.
@@ -253,7 +255,8 @@ func (r *run) claim(ctx context.Context, n *node, actions []Action) ([]Action, e
 				got = append(got, a)
 			}
 		}
-		n.mark(lost, -1, time.Time{})
+		n.mark(chosen, lost, -1, time.Time{})
+		n.mark(claimed, lost, -1, time.Time{})
 		r.tried -= len(lost)
 		actions = got
 		return nil
@@ -273,13 +276,18 @@ func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTime)
 	defer cancel()
 	r.mu.Lock()
-	n.mark(actions, -1, time.Time{})
+	n.mark(claimed, actions, -1, time.Time{})
 	for i := range actions {
 		if outcomes == nil || outcomes[i].Err != nil {
 			r.tried--
 		}
 	}
 	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		n.mark(chosen, actions, -1, time.Time{})
+		r.mu.Unlock()
+	}()
 	for {
 		err := r.update(ctx, n, func(record *Record) error {
 			for i, o := range outcomes {
@@ -312,27 +320,6 @@ func (r *run) report(x Expansion) {
 	x.Best, _ = r.tree.root.best()
 	r.mu.Unlock()
 	r.cfg.Report(x)
-}
-
-// mark counts actions of a node, and of the way to it, as under way until a time, or no longer as that.
-func (n *node) mark(actions []Action, sign int, until time.Time) {
-	count := func(n *node, action string, by int) {
-		c := n.mine[action]
-		if c.Count += by; c.Count <= 0 {
-			delete(n.mine, action)
-			return
-		}
-		if until = until.UTC().Truncate(time.Second); until.After(c.Until) {
-			c.Until = until
-		}
-		n.mine[action] = c
-	}
-	for _, a := range actions {
-		count(n, a.Name, sign)
-	}
-	for ; n.parent != nil && len(actions) > 0; n = n.parent {
-		count(n.parent, n.action, sign*len(actions))
-	}
 }
 
 // refresh has the nodes read again at which others have something under way.

@@ -275,7 +275,7 @@ func (s *Search) update(ctx context.Context, n *node, change func(*Record) error
 		if err == nil && !stale {
 			if err = change(&record); err == nil {
 				for i := range record.Edges {
-					record.Edges[i].claim(s.cfg.Searcher, n.mine[record.Edges[i].Name], s.tree.now())
+					record.Edges[i].claim(s.cfg.Searcher, n.claims[record.Edges[i].Name], s.tree.now())
 				}
 				record.count()
 				after, err = record.encode()

@@ -23,8 +23,8 @@ func small(values ...[2]float64) *tree {
 	return &tree{root: root, searcher: "me", now: func() time.Time { return time.Unix(1000, 0) }}
 }
 
-// chosen names the action of the root that a strategy takes.
-func chosen(t *testing.T, tree *tree, s Strategy) string {
+// takes names the action of the root that a strategy takes.
+func takes(t *testing.T, tree *tree, s Strategy) string {
 	t.Helper()
 	switch d := s.choose(tree, 1); d.step {
 	case stepRead: // of the child that it would descend to
@@ -54,7 +54,7 @@ func TestFormulas(t *testing.T) {
 		"PUCT, first":     {small([2]float64{10, 9}, [2]float64{}), PUCT{C: 0.1}, "try b"},   // 0.910; 0.9+0.211
 		"PUCT, FPU":       {small([2]float64{10, 9}, [2]float64{}), PUCT{C: 0.1, FPU: 0.3}, "a"},
 	} {
-		if got := chosen(t, x.tree, x.s); got != x.want {
+		if got := takes(t, x.tree, x.s); got != x.want {
 			t.Errorf("%s: it takes %q, want %q", name, got, x.want)
 		}
 	}
@@ -63,7 +63,7 @@ func TestFormulas(t *testing.T) {
 	for c, want := range map[float64]string{tie - 0.01: "a", tie + 0.001: "b"} {
 		tree := full()
 		tree.root.record.Edges[2].Done = true
-		if got := chosen(t, tree, UCT{C: c}); got != want {
+		if got := takes(t, tree, UCT{C: c}); got != want {
 			t.Errorf("UCT with C %.4f takes %q, want %q", c, got, want)
 		}
 	}
@@ -72,7 +72,7 @@ func TestFormulas(t *testing.T) {
 	for c, want := range map[float64]string{tie - 0.001: "a", tie + 0.001: "b"} {
 		tree := full()
 		tree.root.record.Edges[2].Done = true
-		if got := chosen(t, tree, PUCT{C: c}); got != want {
+		if got := takes(t, tree, PUCT{C: c}); got != want {
 			t.Errorf("PUCT with C %.4f takes %q, want %q", c, got, want)
 		}
 	}
@@ -93,7 +93,7 @@ func TestVirtualLoss(t *testing.T) {
 		for range 9 {
 			d := s.choose(tree, 1)
 			times[d.node.action]++
-			d.node.mark([]Action{{Name: "x"}}, 1, time.Unix(2000, 0)) // an expansion at the child
+			d.node.mark(chosen, []Action{{Name: "x"}}, 1, time.Unix(2000, 0)) // an expansion at the child
 		}
 		for _, name := range []string{"b", "c"} {
 			if n := times[name]; n < s.least || s.least == 0 && n > 0 {
@@ -110,7 +110,7 @@ func TestMinMax(t *testing.T) {
 		for c, want := range map[float64]string{0.01: "a", 0.6: "b"} {
 			v := func(n, sum float64) [2]float64 { return [2]float64{n, sum*factor + n*shift} }
 			tree := small(v(10, 6), v(4, 2), v(50, 0))
-			if got := chosen(t, tree, UCT{C: c, MinMax: true}); got != want {
+			if got := takes(t, tree, UCT{C: c, MinMax: true}); got != want {
 				t.Errorf("factor %v, C %v: it takes %q, want %q", factor, c, got, want)
 			}
 		}
@@ -126,7 +126,7 @@ func TestBusy(t *testing.T) {
 		if d.step != stepExpand || len(d.actions) != 2 {
 			t.Errorf("%T: %+v", s, d)
 		}
-		d.node.mark(d.actions, 1, time.Unix(2000, 0))
+		d.node.mark(chosen, d.actions, 1, time.Unix(2000, 0))
 		if d := s.choose(tree, 5); d.step != stepNothing || !d.waiting {
 			t.Errorf("%T, all in flight: %+v", s, d)
 		}

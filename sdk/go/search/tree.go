@@ -59,12 +59,42 @@ type node struct {
 	stale    bool             // it must be read before it is used
 	busy     bool             // it is being read, or its edges are being proposed
 	written  bool             // this searcher has written it
-	mine     map[string]Claim // what this searcher has under way, for each action
+	mine     counts           // what this searcher has under way, for its choices
+	claims   counts           // the same as it is written: what came out ends a claim, and then, when it is known here, the choice
 	children map[string]*node // those that were looked at, by action
 }
 
+// counts has expansions under way, by the action of a node that leads to them.
+type counts map[string]Claim
+
+// add counts further expansions, or fewer.
+func (c counts) add(action string, by int, until time.Time) {
+	at := c[action]
+	if at.Count += by; at.Count <= 0 {
+		delete(c, action)
+		return
+	}
+	if until.After(at.Until) {
+		at.Until = until
+	}
+	c[action] = at
+}
+
+// mark counts actions of a node as under way in one of its counts, and on the way to it.
+func (n *node) mark(of func(*node) counts, actions []Action, sign int, until time.Time) {
+	for _, a := range actions {
+		of(n).add(a.Name, sign, until)
+	}
+	for ; n.parent != nil && len(actions) > 0; n = n.parent {
+		of(n.parent).add(n.action, sign*len(actions), until)
+	}
+}
+
+func chosen(n *node) counts  { return n.mine }
+func claimed(n *node) counts { return n.claims }
+
 func newNode(id string) *node {
-	return &node{id: id, stale: true, mine: map[string]Claim{}, children: map[string]*node{}}
+	return &node{id: id, stale: true, mine: counts{}, claims: counts{}, children: map[string]*node{}}
 }
 
 // child returns the node that an edge led to.
