@@ -193,6 +193,37 @@ func TestVirtualLossIsShared(t *testing.T) {
 	}
 }
 
+// TestClaimsOnTheWay: an expansion is in flight on its whole way, and on no other.
+func TestClaimsOnTheWay(t *testing.T) {
+	t.Parallel()
+	w := &words{target: "cab", letters: "abc"}
+	w.hook = func(ctx context.Context, word string) error {
+		if len(word) < 3 {
+			return nil
+		}
+		for at, id := range map[int]string{0: root, 1: "c-3", 2: "ca-4"} {
+			r, _, err := w.Load(ctx, id)
+			if err != nil {
+				return err
+			}
+			for _, e := range r.Edges {
+				want := 0
+				if e.Name == word[at:at+1] {
+					want = 1
+				}
+				if c := e.InFlight["me"]; c.Count != want || want > 0 && time.Until(c.Until) < time.Minute {
+					t.Errorf("while %s is tried, at %s: %s is in flight %+v", word, id, e.Name, e.InFlight)
+				}
+			}
+		}
+		return nil
+	}
+	cfg := config(w, search.UCT{})
+	cfg.Goal, cfg.Searcher = new(1.0), "me"
+	run(t, cfg)
+	checkTree(t, w, root)
+}
+
 // TestDeletedNodes: nothing is tried below a node that somebody has deleted.
 func TestDeletedNodes(t *testing.T) {
 	t.Parallel()

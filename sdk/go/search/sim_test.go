@@ -128,6 +128,9 @@ func run(t *testing.T, cfg search.Config) search.Result {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if n := s.UnderWay(); n != 0 {
+		t.Errorf("%d expansions are under way after the end", n)
+	}
 	return r
 }
 

@@ -103,6 +103,23 @@ func TestVirtualLoss(t *testing.T) {
 	}
 }
 
+// TestClaimsEnd: what another searcher has under way is a virtual loss until its time is over.
+func TestClaimsEnd(t *testing.T) {
+	t.Parallel()
+	for until, want := range map[int64]string{1001: "b", 1000: "a", 999: "a"} {
+		for _, s := range []Strategy{UCT{C: 0.5}, PUCT{C: 0.5}} {
+			tree := small([2]float64{4, 2.4}, [2]float64{4, 2})
+			for i := range tree.root.record.Edges {
+				tree.root.record.Edges[i].Prior = 1
+			}
+			tree.root.record.Edges[0].InFlight = map[string]Claim{"other": {3, time.Unix(until, 0)}}
+			if got := takes(t, tree, s); got != want {
+				t.Errorf("%T, a claim until %d at 1000: it takes %q, want %q", s, until, got, want)
+			}
+		}
+	}
+}
+
 // TestMinMax: values of any unit are scaled.
 func TestMinMax(t *testing.T) {
 	t.Parallel()
