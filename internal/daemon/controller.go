@@ -193,11 +193,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 		return err
 	}
 	steps.Push("public listener", func(context.Context) error { return public.close() })
-	compat, err := cfg.listenE2B(ctx, api, control, trust, &steps)
-	if err != nil {
-		return err
-	}
-	others, terms, err := cfg.listenArrakis(ctx, api, control, &steps)
+	compat, err := cfg.listenLayers(ctx, api, control, trust, &steps)
 	if err != nil {
 		return err
 	}
@@ -214,12 +210,12 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err != nil {
 		return err
 	}
-	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), E2B: cfg.urlOf(compat), Arrakis: cfg.urlOf(others), ArrakisTerms: terms, Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
+	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), E2B: cfg.urlOf(compat.e2b), Arrakis: cfg.urlOf(compat.arrakis), ArrakisTerms: compat.terms, Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
 		return err
 	}
 	// No more requests first, then the operations end, and last nobody listens to runners any more.
 	return runInOrder(ctx,
-		part{"public listeners", served(public, compat, others, preview)},
+		part{"public listeners", served(public, compat.e2b, compat.arrakis, preview)},
 		part{"previews", runRouter(router)},
 		part{"controller", control.Run},
 		part{"runners' listener", served(inner)},

@@ -6,7 +6,7 @@ import (
 	"strings"
 )
 
-const maxPort = 65535
+const lastPort = 65535
 
 // ParsePorts reads an operator's list of ports: 5901=gui,5736-5740=code,8000.
 func ParsePorts(list string) (out []Port, err error) {
@@ -22,9 +22,9 @@ func ParsePorts(list string) (out []Port, err error) {
 		first, err1 := strconv.ParseUint(from, 10, 16)
 		last, err2 := strconv.ParseUint(to, 10, 16)
 		if err1 != nil || err2 != nil || first < 1 || first > last {
-			return nil, fmt.Errorf("%q is no port of a VM; write 5901=gui, 5736-5740=code or 8000, with ports from 1 to %d", clip(part), maxPort)
+			return nil, fmt.Errorf("%q is no port of a VM; write 5901=gui, 5736-5740=code or 8000, with ports from 1 to %d", clip(part), lastPort)
 		}
-		for port := int(first); port <= int(last); port++ { //nolint:gosec // G115: both are ports
+		for port := int(first); port <= int(last); port++ {
 			if len(out) == maxPorts {
 				return nil, fmt.Errorf("there are more than %d ports", maxPorts)
 			}

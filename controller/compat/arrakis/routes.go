@@ -39,8 +39,8 @@ var done = map[string]bool{"success": true}
 func (l *layer) mux() *http.ServeMux {
 	mux := http.NewServeMux()
 	for _, prefix := range []string{"", "/v1"} {
-		add := func(method, path, failed string, h handler) {
-			mux.HandleFunc(method+" "+prefix+path, l.serve(failed, maxBody, h))
+		add := func(method, at, failed string, h handler) {
+			mux.HandleFunc(method+" "+prefix+at, l.serve(failed, maxBody, h))
 		}
 		files := func(method, failed string, h handler) {
 			mux.HandleFunc(method+" "+prefix+"/vms/{name}/files", l.serve(failed, maxUpload, h))

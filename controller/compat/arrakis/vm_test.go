@@ -10,6 +10,12 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
+// ran is the answer to a command.
+type ran struct {
+	Output, Error string
+	ExitCode      int
+}
+
 // The trace of py-arrakis' cookbook, on its three wire lines.
 func TestThreeLines(t *testing.T) {
 	t.Parallel()
@@ -31,10 +37,7 @@ func TestThreeLines(t *testing.T) {
 		if vm.VMName != "snapshot-example" || vm.Status != "RUNNING" || !strings.HasSuffix(vm.IP, "/32") {
 			t.Errorf("%s: %+v", line, vm)
 		}
-		run := func(cmd string) (out struct {
-			Output, Error string
-			ExitCode      int
-		}) {
+		run := func(cmd string) (out ran) {
 			t.Helper()
 			do("POST", "/vms/snapshot-example/cmd", `{"cmd":"`+cmd+`"`+c.blocking+`}`, &out)
 			return out

@@ -72,11 +72,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		daemon.RelaxGC()
-		cfg.E2B.Listen = beside(cfg.E2B.Listen, cfg.Listen, "127.0.0.1:7075")
-		cfg.Arrakis.Listen = beside(cfg.Arrakis.Listen, cfg.Listen, "127.0.0.1:7000")
-		if cfg.Preview.Listen = beside(cfg.Preview.Listen, cfg.Listen, "127.0.0.1:7076"); cfg.Preview.Listen == "" {
-			cfg.Preview.Domain = ""
-		}
+		listenBeside(&cfg)
 		if err := cfg.Check(); err != nil {
 			return err
 		}
@@ -120,6 +116,15 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 		return errors.Join(err, leave())
 	}
 	return c
+}
+
+// listenBeside sets the addresses of what is served beside the API.
+func listenBeside(cfg *devstack.Config) {
+	cfg.E2B.Listen = beside(cfg.E2B.Listen, cfg.Listen, "127.0.0.1:7075")
+	cfg.Arrakis.Listen = beside(cfg.Arrakis.Listen, cfg.Listen, "127.0.0.1:7000")
+	if cfg.Preview.Listen = beside(cfg.Preview.Listen, cfg.Listen, "127.0.0.1:7076"); cfg.Preview.Listen == "" {
+		cfg.Preview.Domain = ""
+	}
 }
 
 // beside is where something is served beside the API: at an address that was given, or else at its usual one if the API is at its own.
