@@ -41,7 +41,7 @@ func (c call) restore(r *http.Request, name, snapshot string, present coppice.Wo
 		return present, err
 	}
 	if present.ID != "" && present.State != coppice.WorkspaceLost {
-		if cp.Labels[labelOf] != name {
+		if cp.Labels[labelOf] != name && cp.WorkspaceID != present.ID {
 			return present, failf(http.StatusConflict, "VM %q exists already, and snapshot %q is not one of its own; destroy the VM or choose another name", clip(name), clip(snapshot))
 		}
 		result, err := c.RestoreWorkspace(r.Context(), present.ID, cp.ID)

@@ -1,9 +1,11 @@
 package arrakis_test
 
 import (
+	"fmt"
 	"net/http"
 	"net/url"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/coppice-dev/coppice/controller/compat/arrakis"
@@ -111,6 +113,52 @@ func TestRestoreWhileTheOriginalRuns(t *testing.T) {
 		t.Errorf("%s", r.message())
 	}
 	w.do(ask{method: "POST", path: "/vms", body: `{"vmName":"x","snapshotId":"absent"}`}).want(t, http.StatusNotFound, nil)
+
+	// A checkpoint that Coppice's own clients took of a VM is one of its own, too.
+	if _, err := w.rest.CreateCheckpoint(t.Context(), original.WorkspaceID, coppice.CreateCheckpointRequest{Name: "native"}); err != nil {
+		t.Fatal(err)
+	}
+	w.write("original", "later")
+	if again := w.start("original", "native"); again.WorkspaceID != original.WorkspaceID || w.read("original") != "one" {
+		t.Errorf("%+v", again)
+	}
+}
+
+// Clients that start one name at the same time get one VM, and a snapshot is restored many times at once.
+func TestAtTheSameTime(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	together := func(n int, body func(i int) string) (statuses map[int]int) {
+		replies := make([]reply, n)
+		var group sync.WaitGroup
+		for i := range n {
+			group.Go(func() { replies[i] = w.do(ask{method: "POST", path: "/vms", body: body(i)}) })
+		}
+		group.Wait()
+		statuses = map[int]int{}
+		for _, r := range replies {
+			statuses[r.status]++
+		}
+		return statuses
+	}
+	if got := together(6, func(int) string { return `{"vmName":"one"}` }); got[http.StatusOK] != 1 || got[http.StatusConflict] != 5 {
+		t.Errorf("one name: %v", got)
+	}
+	w.write("one", "of the snapshot")
+	w.snapshot("one", "s")
+	if got := together(6, func(i int) string { return fmt.Sprintf(`{"vmName":"copy-%d","snapshotId":"s"}`, i) }); got[http.StatusOK] != 6 {
+		t.Errorf("six names: %v", got)
+	}
+	for i := range 6 {
+		if got := w.read(fmt.Sprintf("copy-%d", i)); got != "of the snapshot" {
+			t.Errorf("copy %d has %q", i, got)
+		}
+	}
+	w.do(ask{method: "DELETE", path: "/vms"}).want(t, http.StatusOK, nil)
+	var all struct{ VMs []machine }
+	if w.do(ask{method: "GET", path: "/vms"}).want(t, http.StatusOK, &all); len(all.VMs) != 0 {
+		t.Errorf("%+v", all)
+	}
 }
 
 func TestPauseStopStart(t *testing.T) {

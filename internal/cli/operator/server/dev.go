@@ -39,6 +39,8 @@ Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. T
 
 The API has no TLS, so it listens on loopback only, unless --plain-http says that a proxy in front of it speaks TLS.
 
+Clients of Arrakis need no key, so every user of this machine can use VMs through them. --arrakis-require-key and --arrakis-listen - change that.
+
 The command enters the address and the key of the API as a context in ~/.config/coppice/connection.json, where the client commands of this
 user find them ('coppice context'), and takes the entry away when it ends.
 
