@@ -436,8 +436,8 @@ const pieceBytes = 32 << 10
 
 // wordsOf are the words of a program's line, or of the line that a shell is given.
 func wordsOf(command []string) (words []string, shell bool) {
-	if i := slices.Index(command, "-c"); i > 0 && i == len(command)-2 {
-		if words := strings.Fields(command[i+1]); len(words) > 0 {
+	if last := len(command) - 1; last > 1 && command[last-1] == "-c" {
+		if words := strings.Fields(command[last]); len(words) > 0 {
 			return words, true
 		}
 	}

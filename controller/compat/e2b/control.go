@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -58,7 +59,7 @@ func (l *layer) controlRoutes() http.Handler {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			ctx, client := l.caller(r)
 			r = r.WithContext(ctx)
-			r.Body = hurriedBody{http.MaxBytesReader(w, r.Body, maxBody), w}
+			r.Body = shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, maxBody), Writer: w}
 			if err := h(w, r, call{client, l, r.PathValue("id")}); err != nil {
 				l.fail(w, r, err)
 			}
@@ -106,7 +107,7 @@ func readJSON(r *http.Request, into any) error {
 	case errors.As(err, new(*http.MaxBytesError)):
 		return err
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return failf(http.StatusRequestTimeout, "the body did not arrive within %v", bodyTime)
+		return failf(http.StatusRequestTimeout, "the body did not arrive within %v", shared.BodyTime)
 	case err != nil:
 		return failf(http.StatusBadRequest, "the body cannot be used: %s", strings.TrimPrefix(err.Error(), "json: "))
 	case d.More():

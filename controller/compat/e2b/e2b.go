@@ -4,13 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net/http"
 	"runtime/debug"
 	"slices"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	"github.com/coppice-dev/coppice/internal/sandboxhost"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -91,7 +91,7 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		l.Log.ErrorContext(r.Context(), "request panicked", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 		writeFailure(w, r, translate(errors.New("panic")))
 	}()
-	hurry(w, r)
+	shared.Hurry(w, r)
 	h := w.Header()
 	h.Set("X-Content-Type-Options", "nosniff")
 	if !hostAllowed(r.Host, l.Domain) {
@@ -165,26 +165,7 @@ func clean(header string) string {
 
 // client is a client of the REST API for one request.
 func (l *layer) client(token string) *coppice.Client {
-	c, err := coppice.New(coppice.Config{
-		Server: "http://coppice", Token: token, UserAgent: "coppice-e2b", Transport: transport{inprocess.Transport{Handler: l.API}},
-	})
-	if err != nil {
-		panic(err) // the address is constant
-	}
-	return c
-}
-
-// transport makes files go through the REST API: it answers that there is no pass for a direct way.
-type transport struct{ next http.RoundTripper }
-
-func (t transport) RoundTrip(r *http.Request) (*http.Response, error) {
-	if !strings.HasSuffix(r.URL.Path, "/files/pass") {
-		return t.next.RoundTrip(r)
-	}
-	return &http.Response{
-		StatusCode: http.StatusNotFound, Status: "404 Not Found", Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}, Request: r,
-		Body: io.NopCloser(strings.NewReader(`{"code":"ROUTE_NOT_FOUND","status":404}`)),
-	}, nil
+	return shared.Client(l.API, token, "coppice-e2b")
 }
 
 // caller returns the REST client of a request of the control plane.

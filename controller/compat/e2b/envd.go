@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -124,7 +125,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 		return
 	}
 	l.issued.add(ws, key) // the workspace is one of the key's project
-	unhurry(w)
+	shared.Unhurry(w)
 	l.daemon.ServeHTTP(w, r.WithContext(context.WithValue(ctx, visitKey{}, v)))
 }
 

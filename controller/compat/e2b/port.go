@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	"github.com/coppice-dev/coppice/internal/relay"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -68,7 +69,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 		writeClosed(w, t)
 		return
 	}
-	unhurry(w)
+	shared.Unhurry(w)
 	l.proxy(address, ws, t).ServeHTTP(w, r)
 }
 

@@ -1,0 +1,205 @@
+package arrakis
+
+import (
+	"errors"
+	"net/http"
+	"path"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// directory is where Arrakis' commands run, and where its relative paths begin.
+const directory = "/tmp/server_files"
+
+// merge runs the program after it with one stream for its output and its errors, as Arrakis does.
+const merge = `exec "$@" 2>&1`
+
+const (
+	maxFiles    = 1000     // of one request
+	maxPath     = 4096     // bytes
+	maxDownload = 16 << 20 // bytes of all files of one answer
+)
+
+// prepare makes a started VM ready for commands: its directory and its ports are there.
+func (c call) prepare(r *http.Request, ws coppice.Workspace) error {
+	if _, err := c.MakeDirectory(r.Context(), ws.ID, coppice.MakeDirectoryRequest{Path: directory, Parents: true}); err != nil {
+		return err
+	}
+	return c.forward(r, ws)
+}
+
+// command runs a command. A command that fails is a good answer, which says so.
+func command(r *http.Request, c call) (any, error) {
+	q := struct {
+		Cmd      string `json:"cmd"`
+		Blocking *bool  `json:"blocking"`
+	}{}
+	if err := readJSON(c.body, &q); err != nil {
+		return nil, err
+	}
+	if strings.TrimSpace(q.Cmd) == "" {
+		return nil, failf(http.StatusBadRequest, "Command cannot be empty")
+	}
+	ws, err := c.running(r)
+	if err != nil {
+		return nil, err
+	}
+	req := coppice.ExecRequest{Command: []string{"bash", "-c", merge, "bash", "bash", "-c", q.Cmd}, Cwd: directory}
+	if q.Blocking != nil && !*q.Blocking {
+		s, err := c.StartSession(r.Context(), ws.ID, req)
+		if err != nil {
+			return nil, err
+		}
+		return commandView{Output: "Command started in background", SessionID: s.ID}, nil
+	}
+	result, err := c.Exec(r.Context(), ws.ID, req)
+	if err != nil {
+		return nil, err
+	}
+	stdout, stderr, err := result.Output()
+	if err != nil {
+		return nil, err
+	}
+	return commandView{
+		Output: string(append(stdout, stderr...)), Error: ending(result), SessionID: result.Session.ID, ExitCode: &result.ExitCode,
+		Truncated: result.StdoutTruncated || result.StderrTruncated,
+	}, nil
+}
+
+// commandView is Arrakis' answer to a command; the fields after the first two are additions. Bytes of output that are no text become U+FFFD.
+type commandView struct {
+	Output    string `json:"output"`
+	Error     string `json:"error"`
+	SessionID string `json:"sessionId"`
+	ExitCode  *int   `json:"exitCode,omitempty"`
+	Truncated bool   `json:"outputTruncated,omitempty"` // the beginning is missing
+}
+
+// ending says how a program failed, in the words of Go's os package, as Arrakis does; empty if it did not.
+func ending(result coppice.ExecResult) string {
+	if result.Signal != "" {
+		if n := unix.SignalNum(result.Signal); n != 0 {
+			return "signal: " + n.String()
+		}
+		return "signal: " + result.Signal
+	}
+	if result.ExitCode != 0 {
+		return "exit status " + strconv.Itoa(result.ExitCode)
+	}
+	return ""
+}
+
+// place is the absolute path of a file.
+func place(name string) (string, *failure) {
+	if name == "" || len(name) > maxPath || strings.ContainsRune(name, 0) {
+		return "", failf(http.StatusBadRequest, "path %q: a path has 1 to %d bytes, and no NUL", clip(name), maxPath)
+	}
+	if path.IsAbs(name) {
+		return path.Clean(name), nil
+	}
+	return path.Join(directory, name), nil
+}
+
+type fileView struct {
+	Path    string `json:"path"`
+	Content string `json:"content"`
+	Error   string `json:"error"`
+}
+
+// upload writes files of text. Those before one that fails stay, as with Arrakis.
+func upload(r *http.Request, c call) (any, error) {
+	var q struct {
+		Files []struct {
+			Path    string `json:"path"`
+			Content string `json:"content"`
+		} `json:"files"`
+	}
+	if err := readJSON(c.body, &q); err != nil {
+		return nil, err
+	}
+	c.body = nil
+	switch n := len(q.Files); {
+	case n == 0:
+		return nil, failf(http.StatusBadRequest, "No files provided for upload")
+	case n > maxFiles:
+		return nil, failf(http.StatusBadRequest, "files: there are more than %d", maxFiles)
+	}
+	places := make([]string, len(q.Files))
+	for i, f := range q.Files {
+		var bad *failure
+		if places[i], bad = place(f.Path); bad != nil {
+			return nil, bad
+		}
+	}
+	ws, err := c.running(r)
+	if err != nil {
+		return nil, err
+	}
+	for i, f := range q.Files {
+		if _, err := c.WriteFile(r.Context(), ws.ID, places[i], strings.NewReader(f.Content), coppice.WriteOptions{Mkdirs: true}); err != nil {
+			return nil, err
+		}
+	}
+	return map[string]any{}, nil
+}
+
+// download reads files of text. A file that cannot be read has an error of its own in the answer.
+func download(r *http.Request, c call) (any, error) {
+	paths := strings.FieldsFunc(r.URL.Query().Get("paths"), func(r rune) bool { return r == ',' })
+	switch n := len(paths); {
+	case n == 0:
+		return nil, failf(http.StatusBadRequest, "Missing 'paths' query parameter")
+	case n > maxFiles:
+		return nil, failf(http.StatusBadRequest, "paths: there are more than %d", maxFiles)
+	}
+	ws, err := c.running(r)
+	if err != nil {
+		return nil, err
+	}
+	files, left := make([]fileView, len(paths)), int64(maxDownload)
+	for i, name := range paths {
+		files[i] = fileView{Path: name}
+		content, err := c.read(r, ws, name, left)
+		if err != nil {
+			if unreadable := (*failure)(nil); errors.As(err, &unreadable) {
+				files[i].Error = unreadable.message
+				continue
+			}
+			return nil, err
+		}
+		files[i].Content = content
+		left -= int64(len(content))
+	}
+	return map[string]any{"files": files}, nil
+}
+
+// read reads one file of at most so many bytes. A failure is about this file alone; any other error is about the VM.
+func (c call) read(r *http.Request, ws coppice.Workspace, name string, most int64) (string, error) {
+	at, bad := place(name)
+	if bad != nil {
+		return "", bad
+	}
+	info, err := c.StatFile(r.Context(), ws.ID, at)
+	if err == nil && info.Type == coppice.FileTypeFile && info.Size > most {
+		return "", failf(http.StatusRequestEntityTooLarge, "the files of one answer have more than %d bytes; copy this one with coppice ws cp", maxDownload)
+	}
+	var b []byte
+	if err == nil {
+		b, err = c.ReadFile(r.Context(), ws.ID, at, most)
+	}
+	var refused *coppice.Error
+	switch {
+	case errors.As(err, &refused) && refused.Status >= http.StatusBadRequest && refused.Status < http.StatusInternalServerError && refused.Status != http.StatusTooManyRequests:
+		return "", failf(refused.Status, "%s", refused.Error())
+	case err != nil:
+		return "", err
+	case !utf8.Valid(b):
+		return "", failf(http.StatusUnsupportedMediaType, "the file is not text in UTF-8, and Arrakis' API has only text; copy it with coppice ws cp")
+	}
+	return string(b), nil
+}
