@@ -145,6 +145,16 @@ func (r *recent) put(t sandboxhost.Target, began time.Time, changes uint64, p Pr
 	}
 }
 
+// Queue waits until another read may begin for somebody who has not been let in yet. leave must be called after the read.
+func (m *Manager) Queue(ctx context.Context) (leave func(), err error) {
+	ctx, cancel := context.WithTimeout(ctx, lookupTime)
+	defer cancel()
+	if err := m.strangers.enter(ctx); err != nil {
+		return nil, err
+	}
+	return m.strangers.leave, nil
+}
+
 // Lookup is Find for a request of somebody who has not been let in yet. Requests for one name share a read, and only a few reads are done at
 // the same time. Names that had a preview lately do not wait for names that nobody knows. A client that goes away does not end the read.
 func (m *Manager) Lookup(ctx context.Context, t sandboxhost.Target) (Preview, error) {

@@ -156,6 +156,9 @@ func TestLookupsAreBounded(t *testing.T) {
 		if _, err := m.Lookup(t.Context(), name(queue+reads+1)); core.CategoryOf(err) != core.Unavailable {
 			t.Errorf("beyond the queue: %v", err)
 		}
+		if _, err := m.Queue(t.Context()); core.CategoryOf(err) != core.Unavailable {
+			t.Errorf("another read beyond the queue: %v", err)
+		}
 		all.Go(func() {
 			if !look(t, m, 0) {
 				t.Error("a name that had a preview is not found")
@@ -173,6 +176,13 @@ func TestLookupsAreBounded(t *testing.T) {
 			t.Errorf("%d reads for %d names", n, reads+queue+1)
 		}
 		store.gate = nil
+		for range 2 * reads {
+			leave, err := m.Queue(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			leave()
+		}
 		for i := range 3 * maxRecent {
 			store.set(i, Preview{})
 			look(t, m, i)

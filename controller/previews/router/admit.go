@@ -96,6 +96,13 @@ func (r *Router) key(ctx context.Context, q *http.Request, project core.ProjectI
 	if secret == "" || len(secret) > maxCredential {
 		return model.Key{}, previews.Absent()
 	}
+	if !r.cfg.Keys.Known(secret) { // it is read from the database
+		leave, err := r.cfg.Previews.Queue(ctx)
+		if err != nil {
+			return model.Key{}, err
+		}
+		defer leave()
+	}
 	key, err := r.cfg.Keys.Authenticate(ctx, secret)
 	if outage(err) {
 		return model.Key{}, err

@@ -28,6 +28,10 @@ func (j *judge) Token(previews.Preview, string) bool {
 	return false
 }
 
+func (j *judge) Known(string) bool { return false }
+
+func (j *judge) Queue(context.Context) (func(), error) { return func() {}, nil }
+
 func (j *judge) Authenticate(context.Context, string) (model.Key, error) {
 	j.asked++
 	return model.Key{}, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "no")

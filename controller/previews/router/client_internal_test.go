@@ -126,6 +126,47 @@ func TestOutage(t *testing.T) {
 	}
 }
 
+// keys know one key, and count the others that they are asked about.
+type keys struct {
+	Keys
+
+	asked int
+}
+
+func (k *keys) Known(secret string) bool { return secret == "known" }
+
+func (k *keys) Authenticate(_ context.Context, secret string) (model.Key, error) {
+	if k.Known(secret) {
+		return model.Key{Scopes: []core.KeyScope{core.ScopeWorkspaceExec}}, nil
+	}
+	k.asked++
+	return model.Key{}, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "no")
+}
+
+// full has no place for another read.
+type full struct{ Previews }
+
+func (full) Queue(context.Context) (func(), error) {
+	return nil, core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "full")
+}
+
+// TestKeysOfStrangers: a key that nobody knows waits for its turn at the database. A known one does not.
+func TestKeysOfStrangers(t *testing.T) {
+	t.Parallel()
+	k := &keys{}
+	r := &Router{cfg: Config{Previews: full{}, Keys: k}}
+	q := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
+	for secret, want := range map[string]core.Category{"known": "", "guessed": core.Unavailable, "": core.NotFound} {
+		q.Header.Set(headerKey, secret)
+		if _, _, err := r.admit(q, previews.Preview{Port: model.Port{Visibility: model.VisibilityPrivate}}); core.CategoryOf(err) != want {
+			t.Errorf("%q: %v, want %q", secret, err, want)
+		}
+	}
+	if k.asked != 0 {
+		t.Errorf("%d keys were read in spite of the queue", k.asked)
+	}
+}
+
 // TestClient: only a proxy of the operator may say who the client is.
 func TestClient(t *testing.T) {
 	t.Parallel()

@@ -31,6 +31,8 @@ type Previews interface {
 	Recent(t sandboxhost.Target) (p previews.Preview, known bool, err error)
 	// Lookup is Find for a request that was not let in yet.
 	Lookup(ctx context.Context, t sandboxhost.Target) (previews.Preview, error)
+	// Queue waits until another read may begin for such a request. leave must be called after the read.
+	Queue(ctx context.Context) (leave func(), err error)
 	Find(ctx context.Context, t sandboxhost.Target) (previews.Preview, error)
 	Token(p previews.Preview, token string) bool
 	Reach(ctx context.Context, p previews.Preview) (previews.Upstream, error)
