@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -48,8 +49,11 @@ func spell(t *testing.T, at address) *search.Forks {
 		},
 		Act: func(ctx context.Context, ws coppice.Workspace, a search.Action) (search.Outcome, error) {
 			res, err := client.Exec(ctx, ws.ID, coppice.ExecRequest{Command: []string{"cat", wordFile}})
-			if err != nil || res.ExitCode != 0 {
-				return search.Outcome{}, fmt.Errorf("read the word: %v, status %d: %s", err, res.ExitCode, res.Stderr)
+			if err != nil {
+				return search.Outcome{}, err
+			}
+			if res.ExitCode != 0 {
+				return search.Outcome{}, fmt.Errorf("read the word: status %d: %s", res.ExitCode, res.Stderr)
 			}
 			word := res.Stdout + a.Name
 			if word == "aa" {
@@ -163,7 +167,7 @@ func leave(t *testing.T, forks *search.Forks, n *search.Node) {
 	if _, err := forks.Save(t.Context(), n.ID, version, r); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := forks.Save(t.Context(), n.ID, version, r); err != search.ErrConflict {
+	if _, err := forks.Save(t.Context(), n.ID, version, r); !errors.Is(err, search.ErrConflict) {
 		t.Errorf("a write with an old version: %v", err)
 	}
 	out, err := forks.Expand(t.Context(), n, []search.Action{{Name: "a"}})

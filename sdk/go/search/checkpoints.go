@@ -24,7 +24,8 @@ const (
 // Checkpoints is a Store whose nodes are checkpoints, and whose records are their annotations.
 type Checkpoints struct {
 	Client *coppice.Client
-	// Name tells the search from others over the same checkpoints, in at most 64 bytes; it becomes part of the annotation's key.
+	// Name tells the search from others over the same checkpoints, in at most 64 bytes; it becomes part of the annotation's key. Searches
+	// by UCT and PUCT may go on under the same name; BestOfN and Beam need a name of their own, as they leave out actions.
 	Name string
 }
 

@@ -6,7 +6,7 @@ func (s *Search) UnderWay() int {
 	defer s.mu.Unlock()
 	var count func(*node) int
 	count = func(n *node) int {
-		sum := len(n.mine) + len(n.claims)
+		sum := len(n.mine)
 		for _, c := range n.children {
 			sum += count(c)
 		}

@@ -28,6 +28,7 @@ func (r *run) work(ctx context.Context) {
 		}
 		var err error
 		switch d.step {
+		case stepNothing: // next waits for something
 		case stepExpand:
 			err = r.gone(ctx, d.node, r.expand(ctx, d.node, d.actions))
 		case stepRead:
@@ -125,8 +126,7 @@ func (r *run) reserve(d decision) {
 	r.running++
 	r.tried += len(d.actions)
 	until := r.tree.now().Add(r.cfg.Lease + margin).UTC().Truncate(time.Second)
-	d.node.mark(chosen, d.actions, 1, until)
-	d.node.mark(claimed, d.actions, 1, until)
+	d.node.mark(d.actions, 1, until)
 }
 
 // done counts a failure, and wakes the others.
@@ -160,7 +160,7 @@ func (r *run) gone(ctx context.Context, n *node, err error) error {
 	r.mu.Lock()
 	n.record.Done = true
 	r.mu.Unlock()
-	return r.pass(ctx, n)
+	return r.pass(ctx, n, nil)
 }
 
 // propose asks the problem for the actions of a node, and writes them unless another searcher was faster.
@@ -170,10 +170,10 @@ func (r *run) propose(ctx context.Context, n *node) error {
 		return fmt.Errorf("propose actions for %s: %w", n.id, err)
 	}
 	actions = r.cfg.Strategy.proposals(n.depth, actions)
-	if err := r.update(ctx, n, func(record *Record) error { return record.propose(actions) }); err != nil {
+	if err := r.update(ctx, n, nil, func(record *Record) error { return record.propose(actions) }); err != nil {
 		return err
 	}
-	return r.pass(ctx, n)
+	return r.pass(ctx, n, nil)
 }
 
 // adopt looks for children that a searcher made before it crashed, and ends its claims.
@@ -182,7 +182,7 @@ func (r *run) adopt(ctx context.Context, n *node) error {
 	if err != nil {
 		return fmt.Errorf("read the children of %s: %w", n.id, err)
 	}
-	err = r.update(ctx, n, func(record *Record) error {
+	err = r.update(ctx, n, nil, func(record *Record) error {
 		for id, c := range children {
 			if e := record.edge(c.Action); e != nil && c.Value != nil && e.Child == "" && !e.Done {
 				e.merge(id, &c)
@@ -196,7 +196,7 @@ func (r *run) adopt(ctx context.Context, n *node) error {
 	if err != nil {
 		return err
 	}
-	return r.pass(ctx, n)
+	return r.pass(ctx, n, nil)
 }
 
 func (r *run) view(n *node) *Node {
@@ -245,7 +245,7 @@ func (r *run) expand(ctx context.Context, n *node, actions []Action) error {
 // root, where it is a virtual loss. It returns the actions that no other searcher has.
 func (r *run) claim(ctx context.Context, n *node, actions []Action) ([]Action, error) {
 	var got []Action
-	err := r.update(ctx, n, func(record *Record) error {
+	err := r.update(ctx, n, nil, func(record *Record) error {
 		got = nil
 		var lost []Action
 		for _, a := range actions {
@@ -255,8 +255,7 @@ func (r *run) claim(ctx context.Context, n *node, actions []Action) ([]Action, e
 				got = append(got, a)
 			}
 		}
-		n.mark(chosen, lost, -1, time.Time{})
-		n.mark(claimed, lost, -1, time.Time{})
+		n.mark(lost, -1, time.Time{})
 		r.tried -= len(lost)
 		actions = got
 		return nil
@@ -267,7 +266,7 @@ func (r *run) claim(ctx context.Context, n *node, actions []Action) ([]Action, e
 	if len(got) == 0 {
 		return nil, nil
 	}
-	return got, r.pass(ctx, n)
+	return got, r.pass(ctx, n, nil)
 }
 
 // settle writes down what came out, and that the actions are no longer under way; without outcomes, they were not tried. It does so
@@ -275,8 +274,8 @@ func (r *run) claim(ctx context.Context, n *node, actions []Action) ([]Action, e
 func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []Outcome) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTime)
 	defer cancel()
+	end := n.ending(actions)
 	r.mu.Lock()
-	n.mark(claimed, actions, -1, time.Time{})
 	for i := range actions {
 		if outcomes == nil || outcomes[i].Err != nil {
 			r.tried--
@@ -285,11 +284,13 @@ func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []
 	r.mu.Unlock()
 	defer func() {
 		r.mu.Lock()
-		n.mark(chosen, actions, -1, time.Time{})
-		r.mu.Unlock()
+		defer r.mu.Unlock()
+		for at := range end { // where it could not be written
+			end.at(at)
+		}
 	}()
 	for {
-		err := r.update(ctx, n, func(record *Record) error {
+		err := r.update(ctx, n, end, func(record *Record) error {
 			for i, o := range outcomes {
 				if e := record.edge(actions[i].Name); e != nil && o.Err == nil {
 					e.settle(o)
@@ -298,7 +299,7 @@ func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []
 			return nil
 		})
 		if err == nil {
-			err = r.pass(ctx, n)
+			err = r.pass(ctx, n, end)
 		}
 		if err == nil || errors.Is(err, ErrGone) || errors.Is(err, errTooLarge) {
 			return err

@@ -119,7 +119,7 @@ const (
 	maxConflicts = 1000
 )
 
-// Search is one searcher. It may run several times; each run goes on where the tree is.
+// Search is one searcher. It may run several times, one after the other; each run goes on where the tree is.
 type Search struct {
 	cfg       Config
 	reporting sync.Mutex
@@ -208,7 +208,7 @@ func (s *Search) start(ctx context.Context) error {
 		if math.IsNaN(*v) || math.IsInf(*v, 0) {
 			return fmt.Errorf("the value of the root is %v", *v)
 		}
-		return s.update(ctx, root, func(r *Record) error {
+		return s.update(ctx, root, nil, func(r *Record) error {
 			if r.Value == nil {
 				r.Value = v
 			}
@@ -262,57 +262,73 @@ func (s *Search) read(ctx context.Context, n *node) error {
 }
 
 // update changes a node by compare-and-set. change may be called several times, with mu held. What this searcher has under way at the
-// node is written with it.
-func (s *Search) update(ctx context.Context, n *node, change func(*Record) error) error {
+// node is written with it, without what ends.
+func (s *Search) update(ctx context.Context, n *node, end ending, change func(*Record) error) error {
 	n.writing.Lock()
 	defer n.writing.Unlock()
 	for range maxConflicts {
 		s.mu.Lock()
-		stale := n.stale
-		record, version := n.record.clone(), n.version
-		before, err := n.record.encode()
-		var after []byte
-		if err == nil && !stale {
-			if err = change(&record); err == nil {
-				for i := range record.Edges {
-					record.Edges[i].claim(s.cfg.Searcher, n.claims[record.Edges[i].Name], s.tree.now())
-				}
-				record.count()
-				after, err = record.encode()
-			}
-		}
+		stale, version := n.stale, n.version
 		s.mu.Unlock()
-		switch {
-		case err != nil:
-			return fmt.Errorf("node %s: %w", n.id, err)
-		case stale:
+		if stale {
 			if err := s.read(ctx, n); err != nil {
 				return err
 			}
 			continue
-		case string(before) == string(after):
-			return nil
+		}
+		record, changed, err := s.draft(n, end, change)
+		if err != nil || !changed {
+			return err
 		}
 		version, err = s.cfg.Store.Save(ctx, n.id, version, record)
 		s.mu.Lock()
 		if n.stale = err != nil; err == nil {
 			n.record, n.version, n.written = record, version, true
+			end.at(n)
 		}
 		s.mu.Unlock()
+		if err == nil {
+			return nil
+		}
 		if !errors.Is(err, ErrConflict) {
-			if err != nil {
-				err = fmt.Errorf("write node %s: %w", n.id, err)
-			}
-			return err
+			return fmt.Errorf("write node %s: %w", n.id, err)
 		}
 	}
 	return fmt.Errorf("write node %s: %w %d times in a row; use fewer searchers", n.id, ErrConflict, maxConflicts)
 }
 
+// draft returns a node's record with a change. If that is none, nothing need be written.
+func (s *Search) draft(n *node, end ending, change func(*Record) error) (record Record, changed bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	before, err := n.record.encode()
+	if err != nil {
+		return record, false, fmt.Errorf("node %s: %w", n.id, err)
+	}
+	record = n.record.clone()
+	if err := change(&record); err != nil {
+		return record, false, fmt.Errorf("node %s: %w", n.id, err)
+	}
+	for i := range record.Edges {
+		name := record.Edges[i].Name
+		record.Edges[i].claim(s.cfg.Searcher, n.mine.less(name, end[n][name]), s.tree.now())
+	}
+	record.count()
+	after, err := record.encode()
+	if err != nil {
+		return record, false, fmt.Errorf("node %s: %w", n.id, err)
+	}
+	if string(before) == string(after) {
+		end.at(n)
+		return record, false, nil
+	}
+	return record, true, nil
+}
+
 // pass writes what is known of a node into its parents, up to the root. Parents that were deleted have nothing left to try.
-func (s *Search) pass(ctx context.Context, n *node) error {
+func (s *Search) pass(ctx context.Context, n *node, end ending) error {
 	for ; n.parent != nil; n = n.parent {
-		err := s.update(ctx, n.parent, func(r *Record) error {
+		err := s.update(ctx, n.parent, end, func(r *Record) error {
 			if e := r.edge(n.action); e != nil {
 				e.merge(n.id, &n.record)
 			}

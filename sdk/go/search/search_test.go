@@ -223,7 +223,9 @@ func TestTree(t *testing.T) {
 		t.Errorf("reports %q, want %q", reports, want)
 	}
 	var got []string
-	s.Tree().Walk(func(n *search.Node) { got = append(got, fmt.Sprintf("%d%s %d %.3f", n.Depth, wordOf(n), n.Visits, n.Mean())) })
+	s.Tree().Walk(func(n *search.Node) {
+		got = append(got, fmt.Sprintf("%d%s %d %.3f", n.Depth, wordOf(n), n.Visits, n.Mean()))
+	})
 	want := []string{"0 9 0.444", "1a 1 0.000", "1b 1 0.000", "1c 7 0.571", "2ca 4 0.750", "3caa 1 0.667", "3cab 1 1.000", "3cac 1 0.667", "2cb 1 0.333", "2cc 1 0.333"}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("tree (-want +got):\n%s", diff)

@@ -36,7 +36,7 @@ func (w *words) value(word string) float64 {
 
 func (w *words) Actions(_ context.Context, n *search.Node) ([]search.Action, error) {
 	var out []search.Action
-	for _, l := range strings.Split(w.letters, "") {
+	for l := range strings.SplitSeq(w.letters, "") {
 		out = append(out, search.Action{Name: l, Prior: w.priors[l]})
 	}
 	if n.Depth >= len(w.target) {

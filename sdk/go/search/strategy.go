@@ -68,7 +68,7 @@ type Beam struct {
 
 // check refuses settings that mean nothing.
 func check(s Strategy) error {
-	ok := true
+	var ok bool
 	switch s := s.(type) {
 	case UCT:
 		ok = s.C >= 0 && s.VirtualLoss >= 0 && s.Widening >= 0

@@ -93,7 +93,7 @@ func TestVirtualLoss(t *testing.T) {
 		for range 9 {
 			d := s.choose(tree, 1)
 			times[d.node.action]++
-			d.node.mark(chosen, []Action{{Name: "x"}}, 1, time.Unix(2000, 0)) // an expansion at the child
+			d.node.mark([]Action{{Name: "x"}}, 1, time.Unix(2000, 0)) // an expansion at the child
 		}
 		for _, name := range []string{"b", "c"} {
 			if n := times[name]; n < s.least || s.least == 0 && n > 0 {
@@ -143,7 +143,7 @@ func TestBusy(t *testing.T) {
 		if d.step != stepExpand || len(d.actions) != 2 {
 			t.Errorf("%T: %+v", s, d)
 		}
-		d.node.mark(chosen, d.actions, 1, time.Unix(2000, 0))
+		d.node.mark(d.actions, 1, time.Unix(2000, 0))
 		if d := s.choose(tree, 5); d.step != stepNothing || !d.waiting {
 			t.Errorf("%T, all in flight: %+v", s, d)
 		}

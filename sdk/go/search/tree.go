@@ -59,8 +59,7 @@ type node struct {
 	stale    bool             // it must be read before it is used
 	busy     bool             // it is being read, or its edges are being proposed
 	written  bool             // this searcher has written it
-	mine     counts           // what this searcher has under way, for its choices
-	claims   counts           // the same as it is written: what came out ends a claim, and then, when it is known here, the choice
+	mine     counts           // what this searcher has under way
 	children map[string]*node // those that were looked at, by action
 }
 
@@ -80,21 +79,48 @@ func (c counts) add(action string, by int, until time.Time) {
 	c[action] = at
 }
 
-// mark counts actions of a node as under way in one of its counts, and on the way to it.
-func (n *node) mark(of func(*node) counts, actions []Action, sign int, until time.Time) {
+// less is a count without some of it.
+func (c counts) less(action string, by int) Claim {
+	at := c[action]
+	at.Count -= by
+	return at
+}
+
+// mark counts actions of a node as under way, and on the way to it; or no longer as that.
+func (n *node) mark(actions []Action, sign int, until time.Time) {
 	for _, a := range actions {
-		of(n).add(a.Name, sign, until)
+		n.mine.add(a.Name, sign, until)
 	}
 	for ; n.parent != nil && len(actions) > 0; n = n.parent {
-		of(n.parent).add(n.action, sign*len(actions), until)
+		n.parent.mine.add(n.action, sign*len(actions), until)
 	}
 }
 
-func chosen(n *node) counts  { return n.mine }
-func claimed(n *node) counts { return n.claims }
+// ending has what is under way until it has been written down, at each node of a way. In one moment a node's record has the outcome, the
+// claim is gone, and the action can be chosen no more: else another worker or searcher would try it again.
+type ending map[*node]map[string]int
+
+func (n *node) ending(actions []Action) ending {
+	end := ending{n: {}}
+	for _, a := range actions {
+		end[n][a.Name] = 1
+	}
+	for ; n.parent != nil; n = n.parent {
+		end[n.parent] = map[string]int{n.action: len(actions)}
+	}
+	return end
+}
+
+// at ends what is under way at a node.
+func (end ending) at(n *node) {
+	for action, by := range end[n] {
+		n.mine.add(action, -by, time.Time{})
+	}
+	delete(end, n)
+}
 
 func newNode(id string) *node {
-	return &node{id: id, stale: true, mine: counts{}, claims: counts{}, children: map[string]*node{}}
+	return &node{id: id, stale: true, mine: counts{}, children: map[string]*node{}}
 }
 
 // child returns the node that an edge led to.
