@@ -20,12 +20,12 @@ func TestLeavesVolumes(t *testing.T) {
 		for _, command := range [][]string{
 			{"truncate", "-s", "4M", file}, {require.Program(t, "mkfs.ext4", "e2fsprogs"), "-q", file}, {"mkdir", point}, {"mount", "-o", "loop", file, point},
 		} {
-			if out, err := exec.CommandContext(t.Context(), command[0], command[1:]...).CombinedOutput(); err != nil { //nolint:gosec // G204: of our own making
+			if out, err := exec.CommandContext(t.Context(), command[0], command[1:]...).CombinedOutput(); err != nil {
 				t.Fatalf("%v: %v: %s", command, err, out)
 			}
 		}
 		t.Cleanup(func() {
-			if out, err := exec.Command("umount", point).CombinedOutput(); err != nil { //nolint:gosec,noctx // G204: of our own making; the test's context has ended
+			if out, err := exec.Command("umount", point).CombinedOutput(); err != nil { //nolint:noctx // the test's context has ended
 				t.Errorf("unmount %s: %v: %s", point, err, out)
 			}
 		})
