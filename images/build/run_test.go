@@ -25,7 +25,7 @@ func TestLeavesVolumes(t *testing.T) {
 			}
 		}
 		t.Cleanup(func() {
-			if out, err := exec.Command("umount", point).CombinedOutput(); err != nil { //nolint:noctx // the test's context has ended
+			if out, err := exec.Command("umount", point).CombinedOutput(); err != nil {
 				t.Errorf("unmount %s: %v: %s", point, err, out)
 			}
 		})
