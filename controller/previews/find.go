@@ -92,6 +92,9 @@ func (m *Manager) KeyEnded(id core.KeyID) {
 	r := &m.recent
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	for i := range r.changes { // what is being read now may have a preview of the key
+		r.changes[i]++
+	}
 	maps.DeleteFunc(r.found, func(_ sandboxhost.Target, f finding) bool { return f.preview.KeyID == id })
 }
 

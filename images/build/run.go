@@ -91,8 +91,8 @@ type tool struct {
 	stdout io.Writer // nil: the log
 	log    io.Writer // nil: nowhere
 
-	// leaves has the program run without the mounts of files that it does not need: it may run for minutes, and others unmount theirs
-	// meanwhile. The paths are those that it needs.
+	// leaves removes the loop mounts that the program does not need from its namespace. The program may run for minutes, and the owners unmount
+	// them meanwhile. needs are the paths that it needs.
 	leaves bool
 	needs  []string
 }
@@ -143,11 +143,19 @@ func (t tool) call(cmd *exec.Cmd) error {
 		defer runtime.UnlockOSThread()
 		return cmd.Run()
 	}
+	needs := make([]string, len(t.needs))
+	for i, path := range t.needs {
+		var err error
+		if needs[i], err = filepath.EvalSymlinks(path); err != nil {
+			needs[i] = path // it does not exist yet
+		}
+	}
 	return osthread.Do(func() error {
 		if err := mountns.Enter(); err != nil {
 			return err
 		}
-		if err := mountns.Detach(func(m mountns.Mount) bool { return m.Loop() && !slices.ContainsFunc(t.needs, m.Holds) }); err != nil {
+		foreign := func(m mountns.Mount) bool { return m.Loop() && !m.Holds("/usr") && !slices.ContainsFunc(needs, m.Holds) }
+		if err := mountns.Detach(foreign); err != nil {
 			return err
 		}
 		return cmd.Run()

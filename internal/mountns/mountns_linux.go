@@ -1,4 +1,4 @@
-// Package mountns gives a thread a mount namespace of its own, for a program that it starts, and leaves mounts of others out of it. A copy
+// Package mountns gives a thread a mount namespace of its own, for a program that it starts, without the mounts of other programs. A copy
 // of a mount keeps the device and the file system in use after their owner has unmounted them: the volume of another coppice dev, say,
 // whose loop device then stays until the program ends.
 package mountns
@@ -29,8 +29,8 @@ func Within(path, dir string) bool {
 	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }
 
-// Enter moves the calling thread into a copy of its mount namespace. Nothing that is mounted there reaches the host; what is unmounted on a
-// host with shared mounts, as systemd makes them, is unmounted there. The thread must not be used for anything else: see package osthread.
+// Enter moves the calling thread into a copy of its mount namespace. Mounts made in the copy do not appear on the host. If the
+// host's mounts are shared, as systemd makes them, an unmount on the host also happens in the copy. The thread must not be used for anything else: see package osthread.
 func Enter() error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("make a mount namespace: %w", err)

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/netip"
 	"runtime/debug"
+	"slices"
 	"strings"
 
 	"github.com/coppice-dev/coppice/controller/compat/shared"
@@ -88,9 +89,9 @@ func (l *layer) foreign(r *http.Request) *failure {
 	if !local(r.Host) {
 		return failf(http.StatusMisdirectedRequest, "this server needs no key, so it answers only to the names of its own host, such as 127.0.0.1, and not to %q", clip(r.Host))
 	}
-	for _, h := range []string{"Forwarded", "X-Forwarded-For", "X-Real-Ip"} {
-		if r.Header.Get(h) != "" {
-			return failf(http.StatusForbidden, "this server needs no key, so it must not be behind a proxy (the request has %s)", h)
+	for h := range r.Header {
+		if strings.HasPrefix(h, "X-Forwarded-") || slices.Contains([]string{"Forwarded", "Via", "X-Real-Ip"}, h) {
+			return failf(http.StatusForbidden, "this server needs no key, so it must not be behind a proxy (the request has %s)", clip(h))
 		}
 	}
 	if from, err := netip.ParseAddrPort(r.RemoteAddr); err != nil || !from.Addr().Unmap().IsLoopback() {

@@ -34,6 +34,8 @@ func TestOnlyThisHostWithoutKey(t *testing.T) {
 		"an address of another host": {func(a *ask) { a.host = "192.0.2.1:7000" }, 421},
 		"no name":                    {func(a *ask) { a.host = "." }, 421},
 		"a proxy":                    {func(a *ask) { a.header = map[string]string{"X-Forwarded-For": "192.0.2.1"} }, 403},
+		"a proxy that says its name": {func(a *ask) { a.header = map[string]string{"Via": "1.1 proxy"} }, 403},
+		"a proxy of another kind":    {func(a *ask) { a.header = map[string]string{"X-Forwarded-Host": "coppice.example"} }, 403},
 		"a wrong key":                {func(a *ask) { a.header = map[string]string{"Authorization": "Bearer wrong"} }, 401},
 		"an empty key":               {func(a *ask) { a.header = map[string]string{"Authorization": "Basic Og=="} }, 401},
 		"a person":                   {func(a *ask) { a.header = map[string]string{"Sec-Fetch-Site": "none"} }, 200},

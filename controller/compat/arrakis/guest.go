@@ -1,7 +1,11 @@
 package arrakis
 
 import (
+	"bytes"
+	"encoding/json"
 	"errors"
+	"fmt"
+	"io"
 	"net/http"
 	"path"
 	"strconv"
@@ -23,6 +27,7 @@ const (
 	maxFiles    = 1000     // of one request
 	maxPath     = 4096     // bytes
 	maxDownload = 16 << 20 // bytes of all files of one answer
+	maxAnswer   = 32 << 20 // of these files as JSON, which has six bytes for some characters
 )
 
 // prepare makes a started VM ready for commands: its directory and its ports are there.
@@ -105,32 +110,100 @@ func place(name string) (string, *failure) {
 	return path.Join(directory, name), nil
 }
 
+// escaped is how many bytes a text has as JSON, or a few more.
+func escaped(text string) int {
+	n := len(text)
+	for _, r := range text {
+		switch {
+		case r < ' ', r == utf8.RuneError, r == '\u2028', r == '\u2029':
+			n += 5
+		case r == '"', r == '\\':
+			n++
+		}
+	}
+	return n
+}
+
 type fileView struct {
 	Path    string `json:"path"`
 	Content string `json:"content"`
 	Error   string `json:"error"`
 }
 
+// sentFile is a file of an upload.
+type sentFile struct {
+	Path    string `json:"path"`
+	Content string `json:"content"`
+}
+
+// readFiles decodes an upload, {"files": [...]}. It decodes one file after the other, and ends at the first that is no file or one too many: a list
+// of millions of small values would be many times as large in memory.
+func readFiles(body []byte) ([]sentFile, error) {
+	d := json.NewDecoder(bytes.NewReader(body))
+	bad := func(err error) error {
+		return failf(http.StatusBadRequest, "Invalid request format: %s", clip(strings.TrimPrefix(err.Error(), "json: ")))
+	}
+	open := func(want json.Delim) error {
+		t, err := d.Token()
+		if err == nil && t != want {
+			err = fmt.Errorf("there is %.20v in place of %v", t, want)
+		}
+		return err
+	}
+	var files []sentFile
+	if err := open('{'); err != nil {
+		return nil, bad(err)
+	}
+	for d.More() {
+		key, err := d.Token()
+		if err != nil {
+			return nil, bad(err)
+		}
+		if key != "files" { // unknown fields are ignored, as Arrakis does
+			var other json.RawMessage
+			if err := d.Decode(&other); err != nil {
+				return nil, bad(err)
+			}
+			continue
+		}
+		if err := open('['); err != nil {
+			return nil, bad(err)
+		}
+		for files = nil; d.More(); {
+			if len(files) == maxFiles {
+				return nil, failf(http.StatusBadRequest, "files: there are more than %d", maxFiles)
+			}
+			var f sentFile
+			if err := d.Decode(&f); err != nil {
+				return nil, bad(err)
+			}
+			files = append(files, f)
+		}
+		if err := open(']'); err != nil {
+			return nil, bad(err)
+		}
+	}
+	if err := open('}'); err != nil {
+		return nil, bad(err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return nil, failf(http.StatusBadRequest, "Invalid request format: there is more than one value")
+	}
+	if len(files) == 0 {
+		return nil, failf(http.StatusBadRequest, "No files provided for upload")
+	}
+	return files, nil
+}
+
 // upload writes files of text. Those before one that fails stay, as with Arrakis.
 func upload(r *http.Request, c call) (any, error) {
-	var q struct {
-		Files []struct {
-			Path    string `json:"path"`
-			Content string `json:"content"`
-		} `json:"files"`
-	}
-	if err := readJSON(c.body, &q); err != nil {
+	files, err := readFiles(c.body)
+	if err != nil {
 		return nil, err
 	}
 	c.body = nil
-	switch n := len(q.Files); {
-	case n == 0:
-		return nil, failf(http.StatusBadRequest, "No files provided for upload")
-	case n > maxFiles:
-		return nil, failf(http.StatusBadRequest, "files: there are more than %d", maxFiles)
-	}
-	places := make([]string, len(q.Files))
-	for i, f := range q.Files {
+	places := make([]string, len(files))
+	for i, f := range files {
 		var bad *failure
 		if places[i], bad = place(f.Path); bad != nil {
 			return nil, bad
@@ -140,7 +213,7 @@ func upload(r *http.Request, c call) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	for i, f := range q.Files {
+	for i, f := range files {
 		if _, err := c.WriteFile(r.Context(), ws.ID, places[i], strings.NewReader(f.Content), coppice.WriteOptions{Mkdirs: true}); err != nil {
 			return nil, err
 		}
@@ -161,7 +234,7 @@ func download(r *http.Request, c call) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	files, left := make([]fileView, len(paths)), int64(maxDownload)
+	files, left, answer := make([]fileView, len(paths)), int64(maxDownload), maxAnswer
 	for i, name := range paths {
 		files[i] = fileView{Path: name}
 		content, err := c.read(r, ws, name, left)
@@ -171,6 +244,9 @@ func download(r *http.Request, c call) (any, error) {
 				continue
 			}
 			return nil, err
+		}
+		if answer -= escaped(content); answer < 0 {
+			return nil, failf(http.StatusRequestEntityTooLarge, "the files have more than %d bytes as JSON; copy them with coppice ws cp", maxAnswer)
 		}
 		files[i].Content = content
 		left -= int64(len(content))

@@ -21,6 +21,9 @@ const (
 	maxUpload = 16 << 20 // of one with files
 )
 
+// answerTime is how long a client may take to read an answer.
+const answerTime = 2 * time.Minute
+
 // handler is a route. It returns the answer, or an error.
 type handler func(r *http.Request, c call) (any, error)
 
@@ -30,6 +33,7 @@ type call struct {
 	layer *layer
 	name  string // of the VM, from the path
 	body  []byte
+	open  bool // the client has given no key
 }
 
 // done is the answer of a request that returns nothing.
@@ -63,9 +67,8 @@ func (l *layer) mux() *http.ServeMux {
 // serve makes a route of a handler. Errors of the REST API begin with what has failed, as those of Arrakis do.
 func (l *layer) serve(failed string, most int64, h handler) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		answer, err := l.answer(w, r, most, h)
+		err := l.answer(w, r, most, h)
 		if err == nil {
-			writeJSON(w, http.StatusOK, answer)
 			return
 		}
 		f := translate(err)
@@ -79,28 +82,38 @@ func (l *layer) serve(failed string, most int64, h handler) http.HandlerFunc {
 	}
 }
 
-func (l *layer) answer(w http.ResponseWriter, r *http.Request, most int64, h handler) (any, error) {
+// answer serves a request, unless it fails. A request with files keeps its place until the client has the answer.
+func (l *layer) answer(w http.ResponseWriter, r *http.Request, most int64, h handler) error {
 	ctx, client, f := l.caller(r)
 	if f != nil {
-		return nil, f
+		return f
 	}
 	r = r.WithContext(ctx)
-	if most > maxBody { // only a client with a good key may send much
+	open := r.Header.Get("Authorization") == ""
+	if most > maxBody || !open { // the key is checked before the body is read
 		key, err := client.Self(ctx)
 		if err != nil {
-			return nil, err
+			return err
 		}
-		leave, err := l.transfers.enter(ctx, key.ID)
-		if err != nil {
-			return nil, err
+		if most > maxBody {
+			leave, err := l.transfers.enter(ctx, key.ID)
+			if err != nil {
+				return err
+			}
+			defer leave()
 		}
-		defer leave()
 	}
 	body, err := readBody(w, r, most)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	return h(r, call{client, l, r.PathValue("name"), body})
+	answer, err := h(r, call{client, l, r.PathValue("name"), body, open})
+	if err != nil {
+		return err
+	}
+	_ = http.NewResponseController(w).SetWriteDeadline(time.Now().Add(answerTime)) // fails only without a connection
+	writeJSON(w, http.StatusOK, answer)
+	return nil
 }
 
 // route finds the route of a request. It never redirects: clients would repeat a POST as a GET.

@@ -36,7 +36,7 @@ func takeSnapshot(r *http.Request, c call) (any, error) {
 // restore starts a VM from a snapshot. The VM of the snapshot may go on running: the new one has an identity of its own. A snapshot
 // of the VM with this name sets this VM back, in place. A snapshot of another VM never replaces a VM.
 func (c call) restore(r *http.Request, name, snapshot string, present coppice.Workspace) (coppice.Workspace, error) {
-	cp, err := c.snapshot(r, snapshot)
+	cp, err := c.snapshot(r, snapshot, present.ID)
 	if err != nil {
 		return present, err
 	}
@@ -55,12 +55,16 @@ func (c call) restore(r *http.Request, name, snapshot string, present coppice.Wo
 	return result.Workspace, err
 }
 
-// snapshot finds a snapshot by its id. The name of any other checkpoint of the project is good, too.
-func (c call) snapshot(r *http.Request, id string) (coppice.Checkpoint, error) {
+// snapshot finds a snapshot by its id. The name of any other checkpoint of the VM is good, too, and for a client with a key that of any
+// checkpoint of the project. Without a key, that would open what other clients have made.
+func (c call) snapshot(r *http.Request, id string, vm coppice.WorkspaceID) (coppice.Checkpoint, error) {
 	if f := checkName("snapshot id", id, maxSnapshot); f != nil {
 		return coppice.Checkpoint{}, f
 	}
 	for cp, err := range c.Checkpoints(r.Context(), coppice.CheckpointFilter{Name: coppiceName(id)}) {
+		if err == nil && c.open && cp.Labels[labelSnapshot] != id && cp.WorkspaceID != vm {
+			break
+		}
 		return cp, err
 	}
 	return coppice.Checkpoint{}, failf(http.StatusNotFound, "snapshot %q was not found", clip(id))

@@ -52,7 +52,10 @@ func outage(err error) bool {
 // does not count if it could not be judged.
 func (r *Router) find(q *http.Request, t sandboxhost.Target, from netip.Addr) (previews.Preview, way, model.Key, error) {
 	p, known, err := r.cfg.Previews.Recent(t)
-	if err != nil {
+	if err != nil { // it counts as every refusal does: a difference would say that there is a preview
+		if wait := r.charge(from); wait > 0 {
+			err = &tooManyError{wait}
+		}
 		return p, 0, model.Key{}, err
 	}
 	if known && (p.Visibility != model.VisibilityPrivate || r.cfg.Keys.Known(q.Header.Get(headerKey))) {

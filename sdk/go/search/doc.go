@@ -64,4 +64,10 @@
 // An edge without "child" and "done" may be claimed by one searcher at a time. Claims at it whose time is over stay until somebody has looked for
 // its child among the children of the checkpoint, by the "action" of their records. A record has at most 12 KiB. Beside it are the numbers
 // "score" (the node's own value), "mean" and "visits", for people and for retention policies.
+//
+// # Known limits
+//
+// An action can be tried twice, and one of the two children is then left over: after a searcher could not write an outcome for 25 s, after
+// the end of a Lease while a checkpoint is being made, and after a restart within that moment. If a checkpoint of the tree is deleted while its
+// children are made, their values are lost, and the search can end with an error.
 package search
