@@ -154,7 +154,9 @@ func (t tool) call(cmd *exec.Cmd) error {
 		if err := mountns.Enter(); err != nil {
 			return err
 		}
-		foreign := func(m mountns.Mount) bool { return m.Loop() && !m.Holds("/usr") && !slices.ContainsFunc(needs, m.Holds) }
+		foreign := func(m mountns.Mount) bool {
+			return m.Loop() && !m.Holds("/usr") && !slices.ContainsFunc(needs, m.Holds)
+		}
 		if err := mountns.Detach(foreign); err != nil {
 			return err
 		}
