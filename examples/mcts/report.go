@@ -134,7 +134,7 @@ func printTree(w io.Writer, g *Game, root, best *search.Node) {
 		}
 		label := cmp.Or(n.Action, "root")
 		pad := max(1, 58-len([]rune(first))-len(label))
-		fmt.Fprintf(w, "%s%s %s%s%3d/%d  visits %3d  score %.4f  %s\n",
+		fmt.Fprintf(w, "%s%s %s%s%3d/%d  visits %3d  mean %.4f  %s\n",
 			first, mark, label, strings.Repeat(" ", pad), seen.Passed, seen.Total, n.Visits, n.Mean(), short(n.ID))
 		for i, c := range n.Children {
 			if i == len(n.Children)-1 {

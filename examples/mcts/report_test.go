@@ -124,9 +124,9 @@ func TestPrintTree(t *testing.T) {
 	g, root, result := solved()
 	var b strings.Builder
 	printTree(&b, g, root, result.Best)
-	want := `* root                                                        1/2  visits   3  score 0.6667  0000root
-├─  left                                                      1/2  visits   1  score 0.5000  0000left
-└─* right                                                     2/2  visits   1  score 1.0000  000right
+	want := `* root                                                        1/2  visits   3  mean 0.6667  0000root
+├─  left                                                      1/2  visits   1  mean 0.5000  0000left
+└─* right                                                     2/2  visits   1  mean 1.0000  000right
 `
 	if diff := cmp.Diff(want, b.String()); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)

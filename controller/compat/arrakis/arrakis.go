@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/netip"
-	"runtime/debug"
 	"slices"
 	"strings"
 
@@ -58,17 +57,7 @@ func New(cfg Config) (http.Handler, error) {
 
 // ServeHTTP answers every request of the listener, also those that fail or panic, in Arrakis' form.
 func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	defer func() {
-		p := recover()
-		if p == nil {
-			return
-		}
-		if p == http.ErrAbortHandler { //nolint:errorlint,err113 // it is compared by identity, as net/http does
-			panic(p)
-		}
-		l.Log.ErrorContext(r.Context(), "request panicked", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
-		writeFailure(w, translate(errors.New("panic")))
-	}()
+	defer shared.Recover(r, l.Log, func(f *shared.StatusError) { writeFailure(w, f) })
 	shared.Hurry(w, r)
 	w.Header().Set("X-Content-Type-Options", "nosniff")
 	if f := l.foreign(r); f != nil {
@@ -79,23 +68,23 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 // foreign refuses requests of web pages. Without keys, it also refuses requests that do not come from this host for this host.
-func (l *layer) foreign(r *http.Request) *failure {
+func (l *layer) foreign(r *http.Request) *shared.StatusError {
 	if r.Header.Get("Origin") != "" || fromPage(r.Header.Get("Sec-Fetch-Site")) {
-		return failf(http.StatusForbidden, "a web page must not use this server")
+		return shared.Failf(http.StatusForbidden, "a web page must not use this server")
 	}
 	if l.Key == "" {
 		return nil
 	}
 	if !local(r.Host) {
-		return failf(http.StatusMisdirectedRequest, "this server needs no key, so it answers only to the names of its own host, such as 127.0.0.1, and not to %q", clip(r.Host))
+		return shared.Failf(http.StatusMisdirectedRequest, "this server needs no key, so it answers only to the names of its own host, such as 127.0.0.1, and not to %q", shared.Clip(r.Host))
 	}
 	for h := range r.Header {
 		if strings.HasPrefix(h, "X-Forwarded-") || slices.Contains([]string{"Forwarded", "Via", "X-Real-Ip"}, h) {
-			return failf(http.StatusForbidden, "this server needs no key, so it must not be behind a proxy (the request has %s)", clip(h))
+			return shared.Failf(http.StatusForbidden, "this server needs no key, so it must not be behind a proxy (the request has %s)", shared.Clip(h))
 		}
 	}
 	if from, err := netip.ParseAddrPort(r.RemoteAddr); err != nil || !from.Addr().Unmap().IsLoopback() {
-		return failf(http.StatusForbidden, "this server needs no key, so it serves only clients of its own host")
+		return shared.Failf(http.StatusForbidden, "this server needs no key, so it serves only clients of its own host")
 	}
 	return nil
 }
@@ -111,13 +100,13 @@ func local(host string) bool {
 }
 
 // caller returns the REST client of a request. A key comes as a bearer token or as a password.
-func (l *layer) caller(r *http.Request) (context.Context, *coppice.Client, *failure) {
+func (l *layer) caller(r *http.Request) (context.Context, *coppice.Client, *shared.StatusError) {
 	key := l.Key
 	if given := r.Header.Get("Authorization"); given != "" {
 		key = credential(r)
 	}
 	if key == "" || len(key) > maxKey {
-		return nil, nil, failf(http.StatusUnauthorized, "this server needs an API key: http://any:KEY@host:port as the client's URL, or Authorization: Bearer KEY")
+		return nil, nil, shared.Failf(http.StatusUnauthorized, "this server needs an API key: http://any:KEY@host:port as the client's URL, or Authorization: Bearer KEY")
 	}
 	return inprocess.WithRemote(r.Context(), r.RemoteAddr), shared.Client(l.API, key, "coppice-arrakis"), nil
 }

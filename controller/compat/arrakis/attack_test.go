@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/controller/compat/arrakis"
+	"github.com/coppice-dev/coppice/controller/controllertest"
 )
 
 // A listener that needs no key answers nothing but this host, and no web page.
@@ -50,7 +51,7 @@ func TestOnlyThisHostWithoutKey(t *testing.T) {
 			t.Errorf("%s: %v", name, h)
 		}
 	}
-	h, err := arrakis.New(arrakis.Config{API: w.handler, Key: firstKey, Log: slog.New(slog.DiscardHandler)})
+	h, err := arrakis.New(arrakis.Config{API: w.cell.API, Key: firstKey, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -162,7 +163,7 @@ func TestErrorsHaveTheirForm(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	at := serve(t, h)
+	at := controllertest.Serve(t, h)
 	for _, path := range []string{"/vms", "/vms/x", "/health", "/vms/x/files?paths=a"} {
 		r := w.do(ask{method: "GET", path: path, at: at})
 		if r.want(t, r.status, nil); r.status < 500 || strings.Contains(r.body, "secret") {

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -48,7 +49,7 @@ func command(r *http.Request, c call) (any, error) {
 		return nil, err
 	}
 	if strings.TrimSpace(q.Cmd) == "" {
-		return nil, failf(http.StatusBadRequest, "Command cannot be empty")
+		return nil, shared.Failf(http.StatusBadRequest, "Command cannot be empty")
 	}
 	ws, err := c.running(r)
 	if err != nil {
@@ -100,9 +101,9 @@ func ending(result coppice.ExecResult) string {
 }
 
 // place is the absolute path of a file.
-func place(name string) (string, *failure) {
+func place(name string) (string, *shared.StatusError) {
 	if name == "" || len(name) > maxPath || strings.ContainsRune(name, 0) {
-		return "", failf(http.StatusBadRequest, "path %q: a path has 1 to %d bytes, and no NUL", clip(name), maxPath)
+		return "", shared.Failf(http.StatusBadRequest, "path %q: a path has 1 to %d bytes, and no NUL", shared.Clip(name), maxPath)
 	}
 	if path.IsAbs(name) {
 		return path.Clean(name), nil
@@ -141,7 +142,7 @@ type sentFile struct {
 func readFiles(body []byte) ([]sentFile, error) {
 	d := json.NewDecoder(bytes.NewReader(body))
 	bad := func(err error) error {
-		return failf(http.StatusBadRequest, "Invalid request format: %s", clip(strings.TrimPrefix(err.Error(), "json: ")))
+		return shared.Failf(http.StatusBadRequest, "Invalid request format: %s", shared.Clip(strings.TrimPrefix(err.Error(), "json: ")))
 	}
 	open := func(want json.Delim) error {
 		t, err := d.Token()
@@ -171,7 +172,7 @@ func readFiles(body []byte) ([]sentFile, error) {
 		}
 		for files = nil; d.More(); {
 			if len(files) == maxFiles {
-				return nil, failf(http.StatusBadRequest, "files: there are more than %d", maxFiles)
+				return nil, shared.Failf(http.StatusBadRequest, "files: there are more than %d", maxFiles)
 			}
 			var f sentFile
 			if err := d.Decode(&f); err != nil {
@@ -187,10 +188,10 @@ func readFiles(body []byte) ([]sentFile, error) {
 		return nil, bad(err)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return nil, failf(http.StatusBadRequest, "Invalid request format: there is more than one value")
+		return nil, shared.Failf(http.StatusBadRequest, "Invalid request format: there is more than one value")
 	}
 	if len(files) == 0 {
-		return nil, failf(http.StatusBadRequest, "No files provided for upload")
+		return nil, shared.Failf(http.StatusBadRequest, "No files provided for upload")
 	}
 	return files, nil
 }
@@ -204,7 +205,7 @@ func upload(r *http.Request, c call) (any, error) {
 	c.body = nil
 	places := make([]string, len(files))
 	for i, f := range files {
-		var bad *failure
+		var bad *shared.StatusError
 		if places[i], bad = place(f.Path); bad != nil {
 			return nil, bad
 		}
@@ -226,9 +227,9 @@ func download(r *http.Request, c call) (any, error) {
 	paths := strings.FieldsFunc(r.URL.Query().Get("paths"), func(r rune) bool { return r == ',' })
 	switch n := len(paths); {
 	case n == 0:
-		return nil, failf(http.StatusBadRequest, "Missing 'paths' query parameter")
+		return nil, shared.Failf(http.StatusBadRequest, "Missing 'paths' query parameter")
 	case n > maxFiles:
-		return nil, failf(http.StatusBadRequest, "paths: there are more than %d", maxFiles)
+		return nil, shared.Failf(http.StatusBadRequest, "paths: there are more than %d", maxFiles)
 	}
 	ws, err := c.running(r)
 	if err != nil {
@@ -239,14 +240,14 @@ func download(r *http.Request, c call) (any, error) {
 		files[i] = fileView{Path: name}
 		content, err := c.read(r, ws, name, left)
 		if err != nil {
-			if unreadable := (*failure)(nil); errors.As(err, &unreadable) {
-				files[i].Error = unreadable.message
+			if unreadable := (*shared.StatusError)(nil); errors.As(err, &unreadable) {
+				files[i].Error = unreadable.Message
 				continue
 			}
 			return nil, err
 		}
 		if answer -= escaped(content); answer < 0 {
-			return nil, failf(http.StatusRequestEntityTooLarge, "the files have more than %d bytes as JSON; copy them with coppice ws cp", maxAnswer)
+			return nil, shared.Failf(http.StatusRequestEntityTooLarge, "the files have more than %d bytes as JSON; copy them with coppice ws cp", maxAnswer)
 		}
 		files[i].Content = content
 		left -= int64(len(content))
@@ -262,7 +263,7 @@ func (c call) read(r *http.Request, ws coppice.Workspace, name string, most int6
 	}
 	info, err := c.StatFile(r.Context(), ws.ID, at)
 	if err == nil && info.Type == coppice.FileTypeFile && info.Size > most {
-		return "", failf(http.StatusRequestEntityTooLarge, "the files of one answer have more than %d bytes; copy this one with coppice ws cp", maxDownload)
+		return "", shared.Failf(http.StatusRequestEntityTooLarge, "the files of one answer have more than %d bytes; copy this one with coppice ws cp", maxDownload)
 	}
 	var b []byte
 	if err == nil {
@@ -271,11 +272,11 @@ func (c call) read(r *http.Request, ws coppice.Workspace, name string, most int6
 	var refused *coppice.Error
 	switch {
 	case errors.As(err, &refused) && refused.Status >= http.StatusBadRequest && refused.Status < http.StatusInternalServerError && refused.Status != http.StatusTooManyRequests:
-		return "", failf(refused.Status, "%s", refused.Error())
+		return "", shared.Failf(refused.Status, "%s", refused.Error())
 	case err != nil:
 		return "", err
 	case !utf8.Valid(b):
-		return "", failf(http.StatusUnsupportedMediaType, "the file is not text in UTF-8, and Arrakis' API has only text; copy it with coppice ws cp")
+		return "", shared.Failf(http.StatusUnsupportedMediaType, "the file is not text in UTF-8, and Arrakis' API has only text; copy it with coppice ws cp")
 	}
 	return string(b), nil
 }

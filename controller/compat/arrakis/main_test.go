@@ -1,112 +1,51 @@
 package arrakis_test
 
 import (
-	"context"
 	"encoding/json"
 	"io"
-	"log/slog"
 	"net/http"
-	"net/http/httptest"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/compat/arrakis"
-	"github.com/coppice-dev/coppice/controller/httpapi"
-	"github.com/coppice-dev/coppice/controller/internalapi"
-	"github.com/coppice-dev/coppice/controller/postgres"
-	"github.com/coppice-dev/coppice/controller/runnerclient"
-	"github.com/coppice-dev/coppice/controller/runnertest"
-	"github.com/coppice-dev/coppice/internal/masterkey"
+	"github.com/coppice-dev/coppice/controller/controllertest"
 	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/internal/test/testpg"
-	"github.com/coppice-dev/coppice/migrations"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
-const (
-	firstKey     = "coppice-test-key-0123456789"
-	runnerSecret = "runner-secret"
-)
+const firstKey = controllertest.Key
 
 // world is the layer over a real REST API with a real database and a runner without machines.
 type world struct {
-	t       *testing.T
-	url     string          // of the layer, which uses the first key for requests without one
-	keyed   string          // of the same layer, which uses none
-	rest    *coppice.Client // with the first key
-	api     string
-	handler http.Handler // the REST API
-	inner   string       // of the API for runners
-	runner  *runnertest.Runner
+	t     *testing.T
+	cell  *controllertest.Cell
+	url   string          // of the layer, which uses the first key for requests without one
+	keyed string          // of the same layer, which uses none
+	rest  *coppice.Client // with the first key
 }
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	runner := runnertest.Start(t, runnertest.Config{Secret: runnerSecret})
-	store, err := postgres.Open(t.Context(), postgres.Config{DSN: testpg.New(t, migrations.Up)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(store.Close)
-	client := runnerclient.New(runnerSecret)
-	t.Cleanup(client.Close)
-	log := slog.New(slog.NewTextHandler(testLog{t}, nil))
-	key, err := masterkey.New(make([]byte, 32))
-	if err != nil {
-		t.Fatal(err)
-	}
-	trust, err := controller.OpenTrust(t.Context(), store, key, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	lots := controller.Rate{PerSecond: 1e6, Burst: 1e6}
-	rates := map[controller.RateClass]controller.Rate{controller.RateRead: lots, controller.RateWrite: lots, controller.RateExec: lots, controller.RateAdmin: lots}
-	control := controller.New(controller.Config{
-		ClusterID: "test", Trust: &trust, RunnerLease: time.Hour, LoopInterval: 50 * time.Millisecond, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second,
-		Bootstrap: controller.Bootstrap{Key: firstKey}, AllowAllEgress: true, Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: rates, Project: rates},
-	}, store, client, log)
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	done := make(chan error, 1)
-	go func() { done <- control.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Errorf("run: %v", err)
-		}
-	})
-	if _, err := control.Bootstrap(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	w := &world{t: t, handler: httpapi.New(control, log), runner: runner}
-	w.api = serve(t, w.handler)
+	cell := controllertest.Start(t, func(c *controller.Config) { c.AllowAllEgress = true })
+	w := &world{t: t, cell: cell, rest: cell.REST}
 	w.url = w.layer(arrakis.Config{Key: firstKey, Ports: []arrakis.Port{{Guest: 5901, Description: "gui"}}})
 	w.keyed = w.layer(arrakis.Config{})
-	internal, err := internalapi.New(control, runnerSecret, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	w.inner = serve(t, internal)
-	if err := runner.Register(t.Context(), w.inner, runnerSecret); err != nil {
-		t.Fatal(err)
-	}
-	w.rest = w.client(firstKey)
-	t.Cleanup(http.DefaultClient.CloseIdleConnections)
 	return w
 }
 
 // lose ends the machine of a workspace.
 func (w *world) lose(id coppice.WorkspaceID) {
 	w.t.Helper()
-	for _, s := range w.runner.Sandboxes() {
+	for _, s := range w.cell.Runner.Sandboxes() {
 		if string(s.WorkspaceID) == id {
-			w.runner.Crash(s.ID, "signal 9")
+			w.cell.Runner.Crash(s.ID, "signal 9")
 		}
 	}
-	if _, err := w.runner.Beat(w.t.Context(), w.inner, runnerSecret); err != nil {
+	if _, err := w.cell.Runner.Beat(w.t.Context(), w.cell.Inner, controllertest.RunnerSecret); err != nil {
 		w.t.Fatal(err)
 	}
 }
@@ -114,29 +53,12 @@ func (w *world) lose(id coppice.WorkspaceID) {
 // layer serves the layer and returns its URL.
 func (w *world) layer(cfg arrakis.Config) string {
 	w.t.Helper()
-	cfg.API, cfg.Log = w.handler, slog.New(slog.NewTextHandler(testLog{w.t}, nil))
+	cfg.API, cfg.Log = w.cell.API, controllertest.Log(w.t)
 	h, err := arrakis.New(cfg)
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	return serve(w.t, h)
-}
-
-func serve(t *testing.T, h http.Handler) string {
-	t.Helper()
-	s := httptest.NewServer(h)
-	t.Cleanup(s.Close)
-	return s.URL
-}
-
-func (w *world) client(key string) *coppice.Client {
-	w.t.Helper()
-	c, err := coppice.New(coppice.Config{Server: w.api, Token: key})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	w.t.Cleanup(c.Close)
-	return c
+	return controllertest.Serve(w.t, h)
 }
 
 // tenant makes a project with a key of its own.
@@ -151,15 +73,6 @@ func (w *world) tenant(name string) (key string) {
 		w.t.Fatal(err)
 	}
 	return k.Secret
-}
-
-type testLog struct{ t *testing.T }
-
-func (l testLog) Write(b []byte) (int, error) {
-	if l.t.Context().Err() == nil {
-		l.t.Log(strings.TrimSpace(string(b)))
-	}
-	return len(b), nil
 }
 
 // ask is a request to the layer.

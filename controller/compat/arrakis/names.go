@@ -8,6 +8,8 @@ import (
 	"strings"
 	"unicode"
 	"unicode/utf8"
+
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 )
 
 // The labels of this layer.
@@ -25,13 +27,15 @@ const (
 
 // checkName refuses a name of a VM or an id of a snapshot that cannot be part of a path, or that a client would put into a path as
 // something else.
-func checkName(what, name string, most int) *failure {
-	bad := func(why string) *failure { return failf(http.StatusBadRequest, "%s %q %s", what, clip(name), why) }
+func checkName(what, name string, most int) *shared.StatusError {
+	bad := func(why string) *shared.StatusError {
+		return shared.Failf(http.StatusBadRequest, "%s %q %s", what, shared.Clip(name), why)
+	}
 	switch {
 	case name == "":
-		return failf(http.StatusBadRequest, "Empty %s", what)
+		return shared.Failf(http.StatusBadRequest, "Empty %s", what)
 	case len(name) > most:
-		return failf(http.StatusBadRequest, "%s: it has more than %d bytes", what, most)
+		return shared.Failf(http.StatusBadRequest, "%s: it has more than %d bytes", what, most)
 	case !utf8.ValidString(name):
 		return bad("is not UTF-8")
 	case name == "." || name == "..":

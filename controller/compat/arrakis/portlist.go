@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 )
 
 const lastPort = 65535
@@ -22,7 +24,7 @@ func ParsePorts(list string) (out []Port, err error) {
 		first, err1 := strconv.ParseUint(from, 10, 16)
 		last, err2 := strconv.ParseUint(to, 10, 16)
 		if err1 != nil || err2 != nil || first < 1 || first > last {
-			return nil, fmt.Errorf("%q is no port of a VM; write 5901=gui, 5736-5740=code or 8000, with ports from 1 to %d", clip(part), lastPort)
+			return nil, fmt.Errorf("%q is no port of a VM; write 5901=gui, 5736-5740=code or 8000, with ports from 1 to %d", shared.Clip(part), lastPort)
 		}
 		for port := int(first); port <= int(last); port++ {
 			if len(out) == maxPorts {

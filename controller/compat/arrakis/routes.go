@@ -71,12 +71,12 @@ func (l *layer) serve(failed string, most int64, h handler) http.HandlerFunc {
 		if err == nil {
 			return
 		}
-		f := translate(err)
-		if f.status >= http.StatusInternalServerError {
-			l.Log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.Path, "status", f.status, "err", err)
+		f := shared.Translate(err)
+		if f.Status >= http.StatusInternalServerError {
+			l.Log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.Path, "status", f.Status, "err", err)
 		}
-		if !errors.As(err, new(*failure)) {
-			f = failf(f.status, "%s: %s", failed, f.message)
+		if !errors.As(err, new(*shared.StatusError)) {
+			f = shared.Failf(f.Status, "%s: %s", failed, f.Message)
 		}
 		writeFailure(w, f)
 	}
@@ -126,18 +126,18 @@ func (l *layer) route(w http.ResponseWriter, r *http.Request) {
 		for _, method := range []string{http.MethodGet, http.MethodPost, http.MethodPatch, http.MethodDelete} {
 			other := &http.Request{Method: method, URL: r.URL, Host: r.Host}
 			if _, pattern := l.routes.Handler(other); pattern != "" {
-				writeFailure(w, failf(http.StatusMethodNotAllowed, "%s does not accept the method %s", clip(p), clip(r.Method)))
+				writeFailure(w, shared.Failf(http.StatusMethodNotAllowed, "%s does not accept the method %s", shared.Clip(p), shared.Clip(r.Method)))
 				return
 			}
 		}
 	}
-	writeFailure(w, failf(http.StatusNotFound, "there is no route %s %s here", clip(r.Method), clip(r.URL.Path)))
+	writeFailure(w, shared.Failf(http.StatusNotFound, "there is no route %s %s here", shared.Clip(r.Method), shared.Clip(r.URL.Path)))
 }
 
 // health says whether new VMs can be started. It needs no key.
 func (l *layer) health(w http.ResponseWriter, r *http.Request) {
 	if _, err := shared.Client(l.API, "", "coppice-arrakis").Ready(r.Context()); err != nil {
-		writeFailure(w, translate(err))
+		writeFailure(w, shared.Translate(err))
 		return
 	}
 	writeJSON(w, http.StatusOK, map[string]string{"status": "healthy", "timestamp": time.Now().UTC().Format(time.RFC3339)})
@@ -148,15 +148,15 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 	body, err := io.ReadAll(shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, most), Writer: w})
 	switch {
 	case errors.As(err, new(*http.MaxBytesError)):
-		return nil, failf(http.StatusRequestEntityTooLarge, "the body has more than %d bytes", most)
+		return nil, shared.Failf(http.StatusRequestEntityTooLarge, "the body has more than %d bytes", most)
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, failf(http.StatusRequestTimeout, "the body did not arrive within %v", shared.BodyTime)
+		return nil, shared.Failf(http.StatusRequestTimeout, "the body did not arrive within %v", shared.BodyTime)
 	case err != nil:
-		return nil, failf(http.StatusBadRequest, "the body cannot be read")
+		return nil, shared.Failf(http.StatusBadRequest, "the body cannot be read")
 	}
 	media, _, _ := mime.ParseMediaType(r.Header.Get("Content-Type")) // a type that cannot be parsed is none
 	if len(body) > 0 && media != "application/json" {
-		return nil, failf(http.StatusUnsupportedMediaType, "Content-Type: the body must be application/json")
+		return nil, shared.Failf(http.StatusUnsupportedMediaType, "Content-Type: the body must be application/json")
 	}
 	return body, nil
 }
@@ -164,10 +164,10 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 // readJSON decodes a body. Unknown fields are ignored, as Arrakis does.
 func readJSON(body []byte, into any) error {
 	if len(bytes.TrimSpace(body)) == 0 {
-		return failf(http.StatusBadRequest, "Invalid request format: the body is empty")
+		return shared.Failf(http.StatusBadRequest, "Invalid request format: the body is empty")
 	}
 	if err := json.Unmarshal(body, into); err != nil {
-		return failf(http.StatusBadRequest, "Invalid request format: %s", clip(strings.TrimPrefix(err.Error(), "json: ")))
+		return shared.Failf(http.StatusBadRequest, "Invalid request format: %s", shared.Clip(strings.TrimPrefix(err.Error(), "json: ")))
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -42,7 +43,7 @@ func (c call) restore(r *http.Request, name, snapshot string, present coppice.Wo
 	}
 	if present.ID != "" && present.State != coppice.WorkspaceLost {
 		if cp.Labels[labelOf] != name && cp.WorkspaceID != present.ID {
-			return present, failf(http.StatusConflict, "VM %q exists already, and snapshot %q is not one of its own; destroy the VM or choose another name", clip(name), clip(snapshot))
+			return present, shared.Failf(http.StatusConflict, "VM %q exists already, and snapshot %q is not one of its own; destroy the VM or choose another name", shared.Clip(name), shared.Clip(snapshot))
 		}
 		result, err := c.RestoreWorkspace(r.Context(), present.ID, cp.ID)
 		return result.Workspace, err
@@ -67,5 +68,5 @@ func (c call) snapshot(r *http.Request, id string, vm coppice.WorkspaceID) (copp
 		}
 		return cp, err
 	}
-	return coppice.Checkpoint{}, failf(http.StatusNotFound, "snapshot %q was not found", clip(id))
+	return coppice.Checkpoint{}, shared.Failf(http.StatusNotFound, "snapshot %q was not found", shared.Clip(id))
 }

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -99,15 +100,15 @@ func (c call) running(r *http.Request) (coppice.Workspace, error) {
 	}
 	switch status := statusOf(ws); status {
 	case statusPaused, statusStopped:
-		return ws, failf(http.StatusConflict, "VM %q is %s; resume it first (PATCH with status resume)", clip(c.name), status)
+		return ws, shared.Failf(http.StatusConflict, "VM %q is %s; resume it first (PATCH with status resume)", shared.Clip(c.name), status)
 	case statusLost:
 		return ws, lost(c.name)
 	}
 	return ws, nil
 }
 
-func lost(name string) *failure {
-	return failf(http.StatusConflict, "the machine of VM %q has ended, and its memory and disk are lost; destroy the VM, or restore a snapshot under this name", clip(name))
+func lost(name string) *shared.StatusError {
+	return shared.Failf(http.StatusConflict, "the machine of VM %q has ended, and its memory and disk are lost; destroy the VM, or restore a snapshot under this name", shared.Clip(name))
 }
 
 func list(r *http.Request, c call) (any, error) {
@@ -163,7 +164,7 @@ func start(r *http.Request, c call) (any, error) {
 	}
 	for field, value := range map[string]string{"kernel": q.Kernel, "initramfs": q.Initramfs, "rootfs": q.Rootfs} {
 		if value != "" {
-			return nil, failf(http.StatusNotImplemented, "%s: Coppice takes no paths of its host from clients; the operator chooses the image of new VMs (--arrakis-image)", field)
+			return nil, shared.Failf(http.StatusNotImplemented, "%s: Coppice takes no paths of its host from clients; the operator chooses the image of new VMs (--arrakis-image)", field)
 		}
 	}
 	all, err := c.vms(r, q.VMName)
@@ -201,7 +202,7 @@ func (c call) start(r *http.Request, name string, present coppice.Workspace) (co
 	case statusLost:
 		return present, lost(name)
 	default:
-		return present, failf(http.StatusConflict, "VM %q exists already, and is %s", clip(name), status)
+		return present, shared.Failf(http.StatusConflict, "VM %q exists already, and is %s", shared.Clip(name), status)
 	}
 }
 
@@ -225,7 +226,7 @@ func patch(r *http.Request, c call) (any, error) {
 	state := map[string]string{"paused": asPaused, "stopped": asStopped, "resume": "", "resumed": "", "running": ""}
 	as, ok := state[q.Status]
 	if !ok {
-		return nil, failf(http.StatusBadRequest, "Invalid status value: %q is none of paused, stopped and resume", clip(q.Status))
+		return nil, shared.Failf(http.StatusBadRequest, "Invalid status value: %q is none of paused, stopped and resume", shared.Clip(q.Status))
 	}
 	ws, err := c.vm(r)
 	if err != nil {

@@ -7,6 +7,8 @@ import (
 	"path"
 	"strings"
 	"testing"
+
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 )
 
 func FuzzName(f *testing.F) {
@@ -66,7 +68,7 @@ func FuzzBody(f *testing.F) {
 	f.Fuzz(func(t *testing.T, body []byte) {
 		var q startRequest
 		err := readJSON(body, &q)
-		if err != nil && !errors.As(err, new(*failure)) {
+		if err != nil && !errors.As(err, new(*shared.StatusError)) {
 			t.Errorf("%q: %v", body, err)
 		}
 		if err == nil && !json.Valid(body) {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"runtime/debug"
 	"slices"
 	"strings"
 
@@ -80,22 +79,12 @@ const (
 
 // ServeHTTP answers every request of the listener, also those that fail or panic, in E2B's form.
 func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	defer func() {
-		p := recover()
-		if p == nil {
-			return
-		}
-		if p == http.ErrAbortHandler { //nolint:errorlint,err113 // it is compared by identity, as net/http does
-			panic(p)
-		}
-		l.Log.ErrorContext(r.Context(), "request panicked", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
-		writeFailure(w, r, translate(errors.New("panic")))
-	}()
+	defer shared.Recover(r, l.Log, func(f *shared.StatusError) { writeFailure(w, r, f) })
 	shared.Hurry(w, r)
 	h := w.Header()
 	h.Set("X-Content-Type-Options", "nosniff")
 	if !hostAllowed(r.Host, l.Domain) {
-		writeFailure(w, r, failf(http.StatusMisdirectedRequest, "this server does not serve the name %q", clip(r.Host)))
+		writeFailure(w, r, shared.Failf(http.StatusMisdirectedRequest, "this server does not serve the name %q", shared.Clip(r.Host)))
 		return
 	}
 	if allowOrigin(w, r) {
@@ -115,7 +104,7 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 // target finds the sandbox that a request is for: by the name of the host, or else by headers, or else by the token.
-func (l *layer) target(r *http.Request) (target, bool, *failure) {
+func (l *layer) target(r *http.Request) (target, bool, *shared.StatusError) {
 	if t, ok := sandboxhost.Decode(r.Host, l.Domain); ok {
 		return t, true, nil
 	}
@@ -130,7 +119,7 @@ func (l *layer) target(r *http.Request) (target, bool, *failure) {
 		return target{}, false, nil // some versions of the clients send the headers to the control plane, too
 	}
 	if !ok {
-		return target{}, false, failf(http.StatusBadRequest, "%s and %s do not name a port of a sandbox", headerSandbox, headerPort)
+		return target{}, false, shared.Failf(http.StatusBadRequest, "%s and %s do not name a port of a sandbox", headerSandbox, headerPort)
 	}
 	return t, true, nil
 }

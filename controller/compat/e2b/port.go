@@ -28,7 +28,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 		key, ok = l.tokens.check(purposeEnvd, ws, r.Header.Get(headerAccess))
 	}
 	if !ok {
-		writeFailure(w, r, failf(http.StatusForbidden, "this port needs the traffic token of its sandbox in %s", headerTraffic))
+		writeFailure(w, r, shared.Failf(http.StatusForbidden, "this port needs the traffic token of its sandbox in %s", headerTraffic))
 		return
 	}
 	leave, full := l.busy.enter(key)
@@ -55,7 +55,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 	ctx, release, err := l.HoldKey(ctx, key)
 	if err != nil {
 		l.Log.WarnContext(ctx, "the key of a request to a port was not held", "err", err)
-		writeFailure(w, r, failf(http.StatusServiceUnavailable, "the key of this token cannot be checked now; repeat the request later"))
+		writeFailure(w, r, shared.Failf(http.StatusServiceUnavailable, "the key of this token cannot be checked now; repeat the request later"))
 		return
 	}
 	defer release()

@@ -1,5 +1,5 @@
 // Package shared has what the layers for clients of other products share: the client of the REST API in
-// this process, and the time that the body of a request may take.
+// this process, errors and answers, and the time that the body of a request may take.
 package shared
 
 import (

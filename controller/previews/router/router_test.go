@@ -195,7 +195,7 @@ func TestPrivate(t *testing.T) {
 	}
 	// A key that may only read sees the URL of a signed preview without its token.
 	w.preview(ws.ID, 4000, coppice.VisibilitySigned)
-	list, err := w.sdk(key(own, coppice.ScopeWorkspaceRead)).Ports(t.Context(), ws.ID)
+	list, err := w.cell.Client(w.T, key(own, coppice.ScopeWorkspaceRead)).Ports(t.Context(), ws.ID)
 	if err != nil || len(list) != 2 || strings.Contains(list[1].URL, "?") {
 		t.Errorf("%+v, %v", list, err)
 	}
@@ -297,7 +297,7 @@ func TestRevokedKey(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	theirs := w.sdk(key.Secret)
+	theirs := w.cell.Client(w.T, key.Secret)
 	open := func(c *coppice.Client, port int, v coppice.Visibility, ttl int64) coppice.Port {
 		t.Helper()
 		w.listen(ws.ID, port, guest)

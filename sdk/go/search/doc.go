@@ -25,11 +25,11 @@
 // # Several searchers, and crashes
 //
 // All that a search knows is in the tree: a Record with each node, which all searchers change by compare-and-set. So any number of
-// programs may search one tree, each with a Search of its own, and one that crashed goes on when it is run again. An action is tried by
-// one searcher only, which claims it first. Claims, and with them virtual losses, end at a time that is written with them: half a minute
-// after the Lease. Before others try an action whose claim has ended, they look for the child that the searcher may have made before it
-// crashed, and take it over. An edge takes over the totals of its child as a whole, and a total is the sum of the edges, so a step
-// that was backed up halfway, or twice, counts once. Statistics of deleted checkpoints stay in the edges of their parents.
+// programs may search one tree, each with a Search of its own. A searcher that crashed continues when it is run again. An action is tried by
+// one searcher only, which claims it first. Each claim has an end time: half a minute after its Lease. Its virtual loss ends then, too.
+// Before others try an action whose claim has ended, they look for the child that the searcher may have made before it crashed, and take
+// it over. An edge copies the totals of its child. A node's totals are its own value and the sum of its edges. So a step that was
+// backed up halfway, or twice, counts once. Statistics of deleted checkpoints stay in the edges of their parents.
 //
 // # The annotation
 //
@@ -61,8 +61,8 @@
 //	  }]
 //	}
 //
-// An edge without "child" and "done" may be claimed by one searcher at a time. Claims at it whose time is over stay until somebody has looked for
-// its child among the children of the checkpoint, by the "action" of their records. A record has at most 12 KiB. Beside it are the numbers
+// An edge without "child" and "done" may be claimed by one searcher at a time. An expired claim stays there until a searcher has looked for
+// the child among the children of the checkpoint, by the "action" in their records. A record has at most 12 KiB. Beside it are the numbers
 // "score" (the node's own value), "mean" and "visits", for people and for retention policies.
 //
 // # Known limits

@@ -99,7 +99,7 @@ var (
 // decode reads a record and refuses what no searcher writes.
 func decode(b []byte) (Record, error) {
 	var r Record
-	if len(b) > 2*MaxRecord { // the server may write it with more space
+	if len(b) > 2*MaxRecord { // the server may add white space
 		return r, fmt.Errorf("%w: %d bytes", errMangled, len(b))
 	}
 	if err := json.Unmarshal(b, &r); err != nil {
@@ -287,7 +287,7 @@ func (e *Edge) abandoned(searcher string, now time.Time) bool {
 	return over > 0
 }
 
-// disown gives the claims of a searcher's earlier life to nobody, and ends them.
+// disown ends the claims that a searcher left before it restarted.
 func (r *Record) disown(searcher string) {
 	for i := range r.Edges {
 		if c, ok := r.Edges[i].InFlight[searcher]; ok {

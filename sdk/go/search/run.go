@@ -270,7 +270,7 @@ func (r *run) claim(ctx context.Context, n *node, actions []Action) ([]Action, e
 }
 
 // settle writes down what came out, and that the actions are no longer under way; without outcomes, they were not tried. It does so
-// also when the search was cancelled, and insists for a while.
+// also when the search was cancelled, and retries for up to writeTime.
 func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []Outcome) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTime)
 	defer cancel()

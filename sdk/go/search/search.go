@@ -13,7 +13,7 @@ import (
 
 // Problem is what is searched. Its methods are called concurrently if Config.Parallel is more than 1.
 type Problem interface {
-	// Actions proposes what can be tried at a node, best first, with priors. Nothing: the node is a leaf. One searcher asks once for
+	// Actions proposes what can be tried at a node, best first, with priors. If it proposes none, the node is a leaf. One searcher asks once for
 	// each node; the record keeps the answer for all.
 	Actions(ctx context.Context, n *Node) ([]Action, error)
 	// Expand tries actions at a node, all at once, and returns one outcome for each. An error is one of all of them. If it writes the
@@ -72,15 +72,15 @@ type Config struct {
 	Goal *float64
 	// Failures is how many expansions in a row may fail before the search does.
 	Failures int
-	// Lease is the time that one expansion may take; it is cancelled then. A searcher that crashed is no longer waited for, and its
-	// virtual losses end, half a minute after that at the latest. 10 minutes if it is 0. The clocks of searchers must agree to a few seconds.
+	// Lease limits the time of one expansion, which is cancelled at its end. Half a minute later, others stop waiting for a crashed
+	// searcher, and its virtual losses end. 10 minutes if it is 0. The clocks of searchers must agree to a few seconds.
 	Lease time.Duration
 	// Poll is how often to look at what other searchers have done while this one waits for them; 1 s if it is 0.
 	Poll time.Duration
 	// Searcher names this searcher, in at most 128 bytes, so that its own work from before a crash ends at once when it starts again.
 	// No two that run at the same time may have the same name. Empty: a random name.
 	Searcher string
-	// Report is called after each expansion, never concurrently.
+	// Report is called after each expansion that was written down, never concurrently.
 	Report func(Expansion)
 }
 
@@ -261,8 +261,8 @@ func (s *Search) read(ctx context.Context, n *node) error {
 	return nil
 }
 
-// update changes a node by compare-and-set. change may be called several times, with mu held. What this searcher has under way at the
-// node is written with it, without what ends.
+// update changes a node by compare-and-set. change may be called several times, with mu held. It also writes this searcher's
+// claims at the node, except those that end now.
 func (s *Search) update(ctx context.Context, n *node, end ending, change func(*Record) error) error {
 	n.writing.Lock()
 	defer n.writing.Unlock()
