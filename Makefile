@@ -82,8 +82,8 @@ compose-up: ## run everything in containers: needs a docker engine with Compose 
 compose-down: ## stop that; the volumes stay
 	docker compose -f deploy/docker-compose.yml down
 
-test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; half an hour)
-	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/test/e2e -long
+test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; an hour)
+	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 120m ./internal/test/e2e -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./runner ./runner/memory ./internal/attest -run '^Test(Diff|DamagedDelta|EveryByteCounts)$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test(Images|Garbage)AgainstModel$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./controller -run '^Test(MassFence|(Among)?ManyLiveWorkspaces)$$' -long -v
@@ -92,7 +92,7 @@ test-kvm: ## run the drivers and the system under a KVM that works, in an emulat
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/kvmlane
 	bin/kvmlane -cloud-hypervisor "$(COPPICE_CLOUD_HYPERVISOR)" $(LANE) test
 
-test-compat: build ## run the unmodified packages of others, pinned by their sums, against Coppice; as root on real VMs, too: COMPAT_URL=http://… COMPAT_KEY=… uses a server that runs, WRITE=1 writes docs/COMPATIBILITY.md
+test-compat: build ## run the unmodified packages of others, pinned by their sums, against Coppice; as root on real VMs, too: COMPAT_LAYERS=e2b or arrakis runs one layer, COMPAT_URL=http://… COMPAT_KEY=… COMPAT_ARRAKIS_URL=http://… uses a server that runs, WRITE=1 writes docs/COMPATIBILITY.md
 	@GO=$(GO) WRITE=$(WRITE) scripts/test-compat
 
 test-e2b: ## run E2B's own tests against a server that runs: COPPICE_E2B_REPO=/their/repository COMPAT_URL=http://… COMPAT_KEY=…

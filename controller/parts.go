@@ -152,8 +152,9 @@ func (c *Controller) makeParts() {
 	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
 	c.Changer = settings.New(partStore[settings.Tx]{store, func(tx AllTx) settings.Tx { return tx }}, c.deliverRules)
 	c.fleet = newFleet(c)
-	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.operations.Repeated, Log: c.log}, partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
 	c.previews = newPreviews(c)
+	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.operations.Repeated, Ended: c.previews.Changed, Log: c.log},
+		partStore[ports.Tx]{store, func(tx AllTx) ports.Tx { return tx }}, c.runners)
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
 }
 

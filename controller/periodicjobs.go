@@ -68,7 +68,7 @@ func (c *Controller) periodicJobsLoop(ctx context.Context) {
 // listenLoop listens for operations that other controllers have ended, and for keys that they have revoked.
 func (c *Controller) listenLoop(ctx context.Context) {
 	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
-		if err := c.store.Listen(ctx, c.operations.WakeWaiters, c.Tenancy.KeyEnded); err != nil && ctx.Err() == nil {
+		if err := c.store.Listen(ctx, c.operations.WakeWaiters, c.keyEnded); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "notifications ended", "err", err)
 		}
 	})

@@ -16,6 +16,12 @@ func newPreviews(c *Controller) *previews.Manager {
 		partStore[previews.Tx]{c.store.Store, func(tx AllTx) previews.Tx { return tx }}, c.runners)
 }
 
+// keyEnded hears that a key was revoked, here or at another controller.
+func (c *Controller) keyEnded(id core.KeyID) {
+	c.Tenancy.KeyEnded(id)
+	c.previews.KeyEnded(id)
+}
+
 // inheritPreviews gives children the previews that their parent workspace has now.
 func inheritPreviews(ctx context.Context, tx Tx, source Checkpoint, children []Workspace) error {
 	var ids []core.WorkspaceID

@@ -261,7 +261,7 @@ func TestTenantsDoNotBlockEachOther(t *testing.T) {
 	blue, green := w.key(t, "blue"), w.key(t, "green")
 	ofBlue := overHTTP(t, url, blue.Secret, "2025-06-18")
 	ws, _ := ofBlue.ok(t, "workspace_create", args{"name": "demo"})
-	api := w.api(t, blue.Secret)
+	api := w.cell.Client(t, blue.Secret)
 	running := func() (list []coppice.Session) {
 		all, err := coppice.Collect(api.Sessions(t.Context(), ws["id"].(string)))
 		if err != nil {

@@ -4,8 +4,6 @@ import (
 	"context"
 	"io"
 	"log/slog"
-	"net/http"
-	"net/http/httptest"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -14,29 +12,25 @@ import (
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
 	"github.com/coppice-dev/coppice/controller"
-	"github.com/coppice-dev/coppice/controller/httpapi"
-	"github.com/coppice-dev/coppice/controller/internalapi"
-	"github.com/coppice-dev/coppice/controller/postgres"
-	"github.com/coppice-dev/coppice/controller/runnerclient"
+	"github.com/coppice-dev/coppice/controller/controllertest"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/mcp"
-	"github.com/coppice-dev/coppice/migrations"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
 const (
-	adminKey     = "coppice-test-key-0123456789"
-	runnerSecret = "runner-secret"
-	patience     = 5 * time.Minute // of what would hang; nothing that is tested depends on it
+	adminKey = controllertest.Key
+	patience = 5 * time.Minute // of what would hang; nothing that is tested depends on it
 )
 
 // world is a controller with a real database and a simulated runner.
 type world struct {
+	cell   *controllertest.Cell
 	url    string
 	runner *runnertest.Runner
 	inner  string          // the listener for runners
@@ -45,23 +39,6 @@ type world struct {
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	w := &world{runner: runnertest.Start(t, runnertest.Config{Secret: runnerSecret})}
-	store, err := postgres.Open(t.Context(), postgres.Config{DSN: testpg.New(t, migrations.Up)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(store.Close)
-	client := runnerclient.New(runnerSecret)
-	t.Cleanup(client.Close)
-	log := slog.New(slog.DiscardHandler)
-	key, err := masterkey.New(make([]byte, 32))
-	if err != nil {
-		t.Fatal(err)
-	}
-	trust, err := controller.OpenTrust(t.Context(), store, key, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
 	master := filepath.Join(t.TempDir(), "master.key")
 	if _, err := masterkey.Create(master); err != nil {
 		t.Fatal(err)
@@ -70,51 +47,8 @@ func newWorld(t *testing.T) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	lots := controller.Rate{PerSecond: 1e6, Burst: 1e6}
-	noRates := map[controller.RateClass]controller.Rate{controller.RateRead: lots, controller.RateWrite: lots, controller.RateExec: lots, controller.RateAdmin: lots}
-	control := controller.New(controller.Config{
-		Wrapper: wrapper, ClusterID: "test", Trust: &trust, RunnerLease: time.Hour, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second,
-		AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: adminKey},
-		Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: noRates, Project: noRates},
-	}, store, client, log)
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	done := make(chan error, 1)
-	go func() { done <- control.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Errorf("run: %v", err)
-		}
-	})
-	if _, err := control.Bootstrap(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	public := httptest.NewServer(httpapi.New(control, log))
-	t.Cleanup(public.Close)
-	handler, err := internalapi.New(control, runnerSecret, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	internal := httptest.NewServer(handler)
-	t.Cleanup(internal.Close)
-	t.Cleanup(http.DefaultClient.CloseIdleConnections)
-	w.url, w.inner = public.URL, internal.URL
-	if err := w.runner.Register(t.Context(), w.inner, runnerSecret); err != nil {
-		t.Fatal(err)
-	}
-	w.admin = w.api(t, adminKey)
-	return w
-}
-
-// api is a client of the API with a key.
-func (w *world) api(t *testing.T, key string) *coppice.Client {
-	t.Helper()
-	c, err := coppice.New(coppice.Config{Server: w.url, Token: key})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(c.Close)
-	return c
+	cell := controllertest.Start(t, func(c *controller.Config) { c.Wrapper, c.RunnerRetry = wrapper, time.Second })
+	return &world{cell: cell, url: cell.URL, runner: cell.Runner, inner: cell.Inner, admin: cell.REST}
 }
 
 // stdio starts a server on streams, and a client of it that wants a version of the protocol.

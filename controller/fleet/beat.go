@@ -32,7 +32,7 @@ type Order struct {
 	Endpoint  string
 	// Removed are the runners that were removed lately, the latest first.
 	Removed []core.RunnerID
-	// Holds says that the runner holds checkpoints in the store. It is as old as the heartbeat's wait for its turn.
+	// Holds says that the runner holds checkpoints in the store. It was read before the heartbeat waited for its turn, so it may be out of date.
 	Holds bool
 }
 

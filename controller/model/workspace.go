@@ -121,6 +121,7 @@ type Port struct {
 	GuestPort   int
 	Listen      string // ip:port on the runner's host, as the runner has said; empty until it has, and for a preview
 	Visibility  Visibility
+	KeyID       core.KeyID // that a preview was opened with; empty if that was no request
 	ExpiresAt   *time.Time // of a preview; nil: it ends with its workspace
 	CreatedAt   time.Time
 	Closed      bool // when it was opened, nobody in the guest listened on GuestPort; not kept

@@ -78,23 +78,7 @@ type Left struct {
 func (t *Tree) Take(now time.Time, from netip.Addr) (Left, time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	at, whole := t.find(now, from)
-	var buckets []*rate.Limiter
-	for n := at; n != nil; n = n.parent {
-		if n.bucket != nil {
-			buckets = append(buckets, n.bucket)
-		}
-	}
-	if !whole {
-		if at.shared == nil {
-			times := 1.0
-			if at == t.root {
-				times = sharedTimes
-			}
-			at.shared = t.limiter(times)
-		}
-		buckets = append(buckets, at.shared)
-	}
+	buckets := t.buckets(now, from)
 	left, wait := Left{Limit: t.burst, Remaining: t.burst}, time.Duration(0)
 	for i, b := range buckets {
 		tokens := b.TokensAt(now)
@@ -113,6 +97,39 @@ func (t *Tree) Take(now time.Time, from netip.Addr) (Left, time.Duration) {
 		b.AllowN(now, 1)
 	}
 	return left, 0
+}
+
+// GiveBack undoes a Take that must not count. A bucket never gets more than it holds.
+func (t *Tree) GiveBack(now time.Time, from netip.Addr) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, b := range t.buckets(now, from) {
+		if b.TokensAt(now) <= float64(b.Burst()-1) {
+			b.AllowN(now, -1)
+		}
+	}
+}
+
+// buckets needs mu. It returns all that limit an address.
+func (t *Tree) buckets(now time.Time, from netip.Addr) []*rate.Limiter {
+	at, whole := t.find(now, from)
+	var buckets []*rate.Limiter
+	for n := at; n != nil; n = n.parent {
+		if n.bucket != nil {
+			buckets = append(buckets, n.bucket)
+		}
+	}
+	if !whole {
+		if at.shared == nil {
+			times := 1.0
+			if at == t.root {
+				times = sharedTimes
+			}
+			at.shared = t.limiter(times)
+		}
+		buckets = append(buckets, at.shared)
+	}
+	return buckets
 }
 
 // Failed counts a wrong key of an address, and says how many more there were in the last minute than are answered at once.

@@ -149,3 +149,25 @@ func TestLevels(t *testing.T) {
 		t.Errorf("the second local request waits %s", wait)
 	}
 }
+
+// TestGiveBack takes what was given back, and no more than a bucket holds.
+func TestGiveBack(t *testing.T) {
+	t.Parallel()
+	now, tree, a := time.Now(), openlimit.New(1, 3), netip.MustParseAddr("192.0.2.1")
+	for range 10 {
+		if _, wait := tree.Take(now, a); wait > 0 {
+			t.Fatal("what was given back is missing")
+		}
+		tree.GiveBack(now, a)
+	}
+	tree.GiveBack(now, a)
+	passed := 0
+	for range 10 {
+		if _, wait := tree.Take(now, a); wait == 0 {
+			passed++
+		}
+	}
+	if passed != 3 {
+		t.Errorf("%d pass, want 3", passed)
+	}
+}

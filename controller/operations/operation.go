@@ -78,7 +78,7 @@ func (e *Error) Unwrap() error { return e.Err }
 type Work[T Tx, R any] interface {
 	// Admit counts what the admission has inserted against the quotas of the project. It is the last step of the admission's transaction.
 	Admit(ctx context.Context, tx T, project core.ProjectID) error
-	// Do carries out the operation, and ends it by Task.Finish or Task.Fail. An error means that it did not end it. Then the engine calls
+	// Do carries out the operation, and ends it by Task.Finish or Task.Fail. An error means that the operation has not ended. Then the engine calls
 	// TakeBack, unless another controller has the operation now or this one stops. The context of the work ends when the operation is to be
 	// canceled; TakeBack gets one that goes on.
 	Do(ctx context.Context, t *Task[T, R]) error

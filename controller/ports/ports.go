@@ -52,6 +52,7 @@ type Config struct {
 	Reach func(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (model.Workspace, error)
 	// Repeated returns a *request.RepeatError if a request that failed before its transaction is a repeat; otherwise it returns the failure.
 	Repeated func(ctx context.Context, project core.ProjectID, failure error) error
+	Ended    func(workspace core.WorkspaceID) // hears of the end of a preview
 	Log      *slog.Logger
 }
 
@@ -188,6 +189,9 @@ func (f *Forwarder) close(ctx context.Context, s model.Sandbox, p model.Port) er
 		if err := f.runners.ClosePort(ctx, s.Endpoint, s.ID, p.ID); err != nil && core.CategoryOf(err) != core.NotFound {
 			return err
 		}
+	}
+	if p.Visibility != "" {
+		defer f.cfg.Ended(p.WorkspaceID)
 	}
 	return f.store.InProject(ctx, p.ProjectID, func(tx Tx) error {
 		if err := request.ClaimOf(ctx).Release(ctx, tx, p.ProjectID, string(p.ID)); err != nil {

@@ -143,7 +143,7 @@ func (t *tx) UseAttachToken(ctx context.Context, hash [32]byte, session core.Ses
 	return row.token(), err
 }
 
-const portColumns = ` id, project_id, workspace_id, guest_port, listen, visibility, expires_at, created_at, false AS closed`
+const portColumns = ` id, project_id, workspace_id, guest_port, listen, visibility, coalesce(key_id, '') AS key_id, expires_at, created_at, false AS closed`
 
 type portsRow struct {
 	Max  int64 `db:"max_ports"`
@@ -170,6 +170,16 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 	if err != nil {
 		return p, err
 	}
+	if p.KeyID != "" { // it is locked, so that it cannot be revoked past its new preview
+		n, err := t.Exec(ctx, `
+			SELECT FROM api_keys WHERE id = @id AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > now()) FOR SHARE`, pgtx.Args{"id": p.KeyID})
+		if err == nil && n == 0 {
+			err = controller.ErrKeyEnded
+		}
+		if err != nil {
+			return p, err
+		}
+	}
 	if err := t.lockPorts(ctx, p.ProjectID); err != nil {
 		return p, err
 	}
@@ -186,9 +196,9 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 		return p, err
 	}
 	return pgtx.One[controller.Port](ctx, t, nil, `
-		INSERT INTO ports (id, project_id, workspace_id, guest_port, listen, visibility, expires_at)
-		VALUES (@id, @project, @workspace, @guest, @listen, @visibility, @expires) RETURNING`+portColumns, pgtx.Args{
-		"id": p.ID, "project": p.ProjectID, "workspace": p.WorkspaceID, "guest": p.GuestPort, "listen": p.Listen, "visibility": p.Visibility, "expires": p.ExpiresAt,
+		INSERT INTO ports (id, project_id, workspace_id, guest_port, listen, visibility, key_id, expires_at)
+		VALUES (@id, @project, @workspace, @guest, @listen, @visibility, nullif(@key, ''), @expires) RETURNING`+portColumns, pgtx.Args{
+		"key": p.KeyID, "id": p.ID, "project": p.ProjectID, "workspace": p.WorkspaceID, "guest": p.GuestPort, "listen": p.Listen, "visibility": p.Visibility, "expires": p.ExpiresAt,
 	})
 }
 

@@ -16,6 +16,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sync/singleflight"
+
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
@@ -35,7 +37,6 @@ const prefix = "ws_"
 type Preview struct {
 	model.Port
 	Epoch int64
-	State core.WorkspaceState
 }
 
 // Inherited is the preview that a fork gets.
@@ -98,11 +99,16 @@ type Manager struct {
 	store   Store
 	runners Runners
 	site    atomic.Pointer[Site]
+
+	recent    recent
+	lookups   singleflight.Group
+	strangers *lane // of lookups for names that are not known
+	guests    *lane // of lookups for other names, and of requests that were let in
 }
 
 // New makes a manager. No preview can be opened before Serve.
 func New(cfg Config, store Store, runners Runners) *Manager {
-	return &Manager{cfg: cfg, store: store, runners: runners}
+	return &Manager{cfg: cfg, store: store, runners: runners, strangers: newLane(maxWaiting), guests: newLane(0)}
 }
 
 // Serve says where previews are served from now on.
@@ -120,7 +126,7 @@ type Want struct {
 	TTL        time.Duration // 0: an hour for a signed one, and the workspace's life for others
 }
 
-// Open opens a preview. It replaces the preview of the same port, and with it the token of that.
+// Open opens a preview. It replaces the preview of the same port, and with it the token of that. A signed one ends with the key of the request.
 func (m *Manager) Open(ctx context.Context, project core.ProjectID, id core.WorkspaceID, want Want) (model.Port, error) {
 	if m.site.Load() == nil {
 		return model.Port{}, core.Errorf(core.Invalid, core.CodeUnsupported, "this server serves no previews; its operator turns them on with --preview-listen and --preview-domain")
@@ -128,11 +134,15 @@ func (m *Manager) Open(ctx context.Context, project core.ProjectID, id core.Work
 	if want.TTL == 0 && want.Visibility == model.VisibilitySigned {
 		want.TTL = DefaultSigned
 	}
-	p := model.Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: want.GuestPort, Visibility: want.Visibility}
+	p := model.Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: want.GuestPort, Visibility: want.Visibility, KeyID: request.KeyOf(ctx).ID}
 	if want.TTL > 0 {
 		ends := time.Now().Add(want.TTL).UTC().Truncate(time.Second) // as it is in the token
+		if key := request.KeyOf(ctx); want.Visibility == model.VisibilitySigned && !key.ExpiresAt.IsZero() && key.ExpiresAt.Before(ends) {
+			ends = key.ExpiresAt.UTC().Truncate(time.Second)
+		}
 		p.ExpiresAt = &ends
 	}
+	defer m.Changed(id)
 	var made model.Port
 	err := m.store.InProject(ctx, project, func(tx Tx) (err error) {
 		if err := request.Bind(ctx, tx, project, string(p.ID)); err != nil {
@@ -287,17 +297,38 @@ type Upstream struct {
 // Reach returns the port of a preview in the present sandbox of its workspace. It resumes the workspace if that has auto-resume, but not for a
 // token: the token of a signed preview is dead after a resume.
 func (m *Manager) Reach(ctx context.Context, p Preview) (Upstream, error) {
-	if p.Visibility == model.VisibilitySigned && p.State != core.WorkspaceReady && p.State != core.WorkspaceCheckpointing {
-		return Upstream{}, Absent()
-	}
-	w, err := m.cfg.Reach(ctx, p.ProjectID, p.WorkspaceID)
+	w, err := m.workspace(ctx, p)
 	if err != nil {
 		return Upstream{}, err
 	}
-	if p.Visibility == model.VisibilitySigned && w.Epoch != p.Epoch { // it was restored meanwhile
+	signed := p.Visibility == model.VisibilitySigned
+	switch {
+	case signed && (w.Epoch != p.Epoch || w.Reachable() != nil): // it was restored or suspended meanwhile
 		return Upstream{}, Absent()
+	case w.Asleep() && !signed:
+		if w, err = m.cfg.Reach(ctx, p.ProjectID, p.WorkspaceID); err != nil {
+			return Upstream{}, err
+		}
+	default:
+		if err := w.Reachable(); err != nil {
+			return Upstream{}, err
+		}
+		m.cfg.Used(w)
 	}
 	return Upstream{Sandbox: w.Sandbox.ID, Port: p.GuestPort, w: w, runners: m.runners}, nil
+}
+
+// workspace reads the workspace of a preview. Visitors cannot use more than a few of the database's connections for that.
+func (m *Manager) workspace(ctx context.Context, p Preview) (w model.Workspace, err error) {
+	if err := m.guests.enter(ctx); err != nil {
+		return w, err
+	}
+	defer m.guests.leave()
+	err = m.store.InProject(ctx, p.ProjectID, func(tx Tx) (err error) {
+		w, err = tx.Workspace(ctx, p.WorkspaceID)
+		return err
+	})
+	return w, err
 }
 
 // Epoch is the epoch of the workspace in which it has the sandbox.

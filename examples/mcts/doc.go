@@ -9,7 +9,7 @@
 // machine, and only a fork of the machine can branch it.
 //
 //	policy.go    what may be tried: Policy, and a default one that reads the names of failing tests
-//	search.go    UCT: select, expand, back up. It knows no machines, only a World
+//	search.go    the game as a problem of package search, which does the UCT. It knows no machines, only a World
 //	machines.go  a World of Coppice workspaces and checkpoints
 //	puzzle.go    the machine at the root: library, regression, bench
 //	report.go    figures, the proof that siblings differ, the tree

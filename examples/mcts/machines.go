@@ -10,6 +10,7 @@ import (
 	"time"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
+	"github.com/coppice-dev/coppice/sdk/go/search"
 )
 
 // How long a machine may take for one action, in milliseconds; an emulated CPU is slow.
@@ -98,9 +99,16 @@ func (m *Machines) rollout(ctx context.Context, c *child, keep func(Observation)
 	if !kept {
 		return nil
 	}
-	c.outcome.Node, err = m.Checkpoint(ctx, c.workspace.ID)
+	annotations, err := m.Records().Annotations(c.action.Name, search.Outcome{Value: seen.Share()})
+	if err != nil {
+		return err
+	}
+	c.outcome.Node, err = m.Checkpoint(ctx, c.workspace.ID, annotations)
 	return err
 }
+
+// Records is where the search keeps what it knows: in the checkpoints' annotations.
+func (m *Machines) Records() search.Checkpoints { return search.Checkpoints{Client: m.Client} }
 
 // do runs a command that ends by printing an observation. A command that fails did not apply.
 func (m *Machines) do(ctx context.Context, id coppice.WorkspaceID, command []string) (o Observation, refused string, err error) {
@@ -128,8 +136,8 @@ func (m *Machines) do(ctx context.Context, id coppice.WorkspaceID, command []str
 }
 
 // Checkpoint captures a machine as a node.
-func (m *Machines) Checkpoint(ctx context.Context, id coppice.WorkspaceID) (string, error) {
-	cp, err := m.Client.CreateCheckpoint(ctx, id, coppice.CreateCheckpointRequest{Labels: m.Labels})
+func (m *Machines) Checkpoint(ctx context.Context, id coppice.WorkspaceID, annotations coppice.Annotations) (string, error) {
+	cp, err := m.Client.CreateCheckpoint(ctx, id, coppice.CreateCheckpointRequest{Labels: m.Labels, Annotations: annotations})
 	if err != nil {
 		return "", fmt.Errorf("checkpoint %s: %w", id, err)
 	}
@@ -137,14 +145,6 @@ func (m *Machines) Checkpoint(ctx context.Context, id coppice.WorkspaceID) (stri
 	m.pauseMS = append(m.pauseMS, cp.PauseMS)
 	m.mu.Unlock()
 	return cp.ID, nil
-}
-
-// Score writes the score into the checkpoint's annotations, by compare-and-set.
-func (m *Machines) Score(ctx context.Context, node string, s Score) error {
-	_, err := m.Client.Annotate(ctx, node, func(coppice.Checkpoint) (coppice.Annotations, error) {
-		return coppice.Annotations{"visits": s.Visits, "score": s.Mean, "reward": s.Share, "action": s.Action, "depth": s.Depth}, nil
-	})
-	return err
 }
 
 // Create makes a workspace from an image and measures how long that takes.

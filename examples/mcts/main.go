@@ -15,6 +15,7 @@ import (
 	"time"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
+	"github.com/coppice-dev/coppice/sdk/go/search"
 )
 
 // config is what the command line and the environment say.
@@ -41,9 +42,9 @@ func main() {
 	flag.BoolVar(&cfg.spread, "spread", false, "grow children evenly on all runners; every node is sealed before it is forked")
 	flag.IntVar(&cfg.runners, "runners", 1, "fail unless children were grown on so many runners")
 	flag.DurationVar(&cfg.timeout, "timeout", 9*time.Minute, "give up after this long")
-	flag.IntVar(&cfg.settings.Children, "children", cfg.settings.Children, "children of a node that are grown at once")
+	flag.IntVar(&cfg.settings.Children, "children", cfg.settings.Children, "children of a node that are forked at once")
 	flag.IntVar(&cfg.settings.Budget, "budget", cfg.settings.Budget, "forks of the search at most")
-	flag.Float64Var(&cfg.settings.Exploration, "exploration", cfg.settings.Exploration, "weight of the confidence bound")
+	flag.Float64Var(&cfg.settings.Exploration, "exploration", cfg.settings.Exploration, "UCT constant")
 	flag.Parse()
 	if err := run(ctx, cfg, os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, "mcts:", err)
@@ -69,22 +70,28 @@ func run(ctx context.Context, cfg config, out io.Writer) (err error) {
 		err = errors.Join(err, cleared)
 	}()
 	began := time.Now()
-	search, templateMS, err := root(ctx, cfg, m, out)
+	start, err := root(ctx, cfg, m, out)
 	if err != nil {
 		return errors.Join(err, context.Cause(ctx))
 	}
-	solved, err := search.Run(ctx, func(s *Search, n *Node) { progress(out, s, n, time.Since(began)) })
+	g := start.game
+	searcher, err := newSearch(g, m.Records(), start.node, start.seen, func(x search.Expansion) { progress(out, g, x, time.Since(began)) })
+	if err != nil {
+		return err
+	}
+	result, err := g.play(ctx, searcher)
 	if err != nil {
 		return errors.Join(err, context.Cause(ctx))
 	}
-	siblings, err := m.Siblings(ctx, search.Best.ID, cfg.siblings)
+	siblings, err := m.Siblings(ctx, result.Best.ID, cfg.siblings)
 	if err != nil {
 		return errors.Join(err, context.Cause(ctx))
 	}
-	r := fill(search, m, solved, time.Since(began))
-	r.TemplateMS, r.Siblings, r.Distinct = templateMS, siblings, distinct(siblings)
+	tree := searcher.Tree()
+	r := fill(g, tree, result, m, time.Since(began))
+	r.TemplateMS, r.Siblings, r.Distinct = start.templateMS, siblings, distinct(siblings)
 	fmt.Fprintln(out)
-	printTree(out, search.Root, search.Best)
+	printTree(out, g, tree, result.Best)
 	r.print(out)
 	if cfg.report != "" {
 		if err := r.write(cfg.report); err != nil {
@@ -114,51 +121,63 @@ func verdict(r Report, runners int) error {
 	return errors.Join(errs...)
 }
 
-// root makes the machine at the root of the game, and the search over it. The first create boots the image, unless
-// that was done before, and is not part of what is measured.
-func root(ctx context.Context, cfg config, m *Machines, out io.Writer) (*Search, float64, error) {
+// start is the root of the game.
+type start struct {
+	game       *Game
+	node       string
+	seen       Observation
+	templateMS float64
+}
+
+// root makes the machine at the root of the game. The first create boots the image, unless that was done before, and is
+// not part of what is measured.
+func root(ctx context.Context, cfg config, m *Machines, out io.Writer) (start, error) {
 	candidates, err := Candidates()
 	if err != nil {
-		return nil, 0, err
+		return start{}, err
 	}
 	fmt.Fprintf(out, "creating a workspace from image %q (the first one boots it once) …\n", cfg.image)
 	began := time.Now()
 	ws, err := m.Create(ctx, cfg.image, false)
 	if err != nil {
-		return nil, 0, err
+		return start{}, err
 	}
 	templateMS := milliseconds(time.Since(began))
 	for range cfg.creates {
 		spare, err := m.Create(ctx, cfg.image, true)
 		if err != nil {
-			return nil, 0, err
+			return start{}, err
 		}
 		if err := m.terminate(ctx, spare.ID); err != nil {
-			return nil, 0, err
+			return start{}, err
 		}
 	}
 	seen, err := prepare(ctx, m, ws.ID)
 	if err != nil {
-		return nil, 0, err
+		return start{}, err
 	}
-	id, err := m.Checkpoint(ctx, ws.ID)
+	id, err := m.Checkpoint(ctx, ws.ID, nil)
 	if err != nil {
-		return nil, 0, err
+		return start{}, err
 	}
 	if err := m.terminate(ctx, ws.ID); err != nil {
-		return nil, 0, err
+		return start{}, err
 	}
 	fmt.Fprintf(out, "root: %d of %d tests pass; %d candidate actions, %d children at once\n", seen.Passed, seen.Total, len(candidates), cfg.settings.Children)
-	return &Search{
-		World: m, Settings: cfg.settings, Root: &Node{ID: id, Seen: seen},
-		Policy: &Edits{Candidates: candidates, Random: rand.New(rand.NewPCG(cfg.seed, 0))}, //nolint:gosec // G404: guesses that can be repeated
-	}, templateMS, nil
+	return start{
+		game: &Game{
+			World: m, Settings: cfg.settings,
+			Policy: &Edits{Candidates: candidates, Random: rand.New(rand.NewPCG(cfg.seed, 0))}, //nolint:gosec // G404: guesses that can be repeated
+		},
+		node: id, seen: seen, templateMS: templateMS,
+	}, nil
 }
 
-func progress(out io.Writer, s *Search, n *Node, since time.Duration) {
-	way := strings.Join(n.Path(), " → ")
+func progress(out io.Writer, g *Game, x search.Expansion, since time.Duration) {
+	way := strings.Join(x.Node.Path(), " → ")
 	if way == "" {
 		way = "root"
 	}
-	fmt.Fprintf(out, "%6.1f s  %3d forks  best %d/%d  expanded %s\n", since.Seconds(), s.Forks, s.Best.Seen.Passed, s.Best.Seen.Total, way)
+	best := g.observed(x.Best)
+	fmt.Fprintf(out, "%6.1f s  %3d forks  best %d/%d  expanded %s\n", since.Seconds(), x.Tried, best.Passed, best.Total, way)
 }

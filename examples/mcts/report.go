@@ -12,6 +12,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/coppice-dev/coppice/sdk/go/search"
 )
 
 // Percentiles of a measurement, in milliseconds.
@@ -84,23 +86,23 @@ type Report struct {
 
 // remembers checks that the bench in every node is the process that was started at the root, and that its memory holds
 // exactly the way that leads there.
-func remembers(root *Node) bool {
-	ok := true
-	root.All(func(n *Node) {
-		o := n.Seen
-		ok = ok && o.Nonce == root.Seen.Nonce && o.PID == root.Seen.PID && slices.Equal(o.Journal, n.Path())
+func remembers(g *Game, root *search.Node) bool {
+	ok, first := true, g.observed(root)
+	root.Walk(func(n *search.Node) {
+		o := g.observed(n)
+		ok = ok && o.Nonce == first.Nonce && o.PID == first.PID && slices.Equal(o.Journal, n.Path())
 	})
 	return ok
 }
 
-func fill(s *Search, m *Machines, solved bool, wall time.Duration) Report {
+func fill(g *Game, root *search.Node, result search.Result, m *Machines, wall time.Duration) Report {
 	r := Report{
-		Solved: solved, RewardStart: s.Root.Seen.Share(), RewardBest: s.Best.Seen.Share(), Fix: s.Best.Path(),
-		Forks: m.forks, Runners: m.on, Refused: s.Refused, Repeated: s.Repeated, WallS: math.Round(wall.Seconds()*10) / 10,
+		Solved: result.Best.Value == 1, RewardStart: root.Value, RewardBest: result.Best.Value, Fix: result.Best.Path(),
+		Forks: m.forks, Runners: m.on, Refused: g.Refused, Repeated: g.Repeated, WallS: math.Round(wall.Seconds()*10) / 10,
 		CreateMS: percentiles(m.createMS), CheckpointPauseMS: percentiles(m.pauseMS),
-		ForkReadyMS: percentiles(m.readyMS), ForkCallMS: percentiles(m.forkMS), MemoryBranches: remembers(s.Root),
+		ForkReadyMS: percentiles(m.readyMS), ForkCallMS: percentiles(m.forkMS), MemoryBranches: remembers(g, root),
 	}
-	s.Root.All(func(n *Node) {
+	root.Walk(func(n *search.Node) {
 		r.Nodes++
 		r.DepthMax = max(r.DepthMax, n.Depth)
 	})
@@ -119,21 +121,21 @@ func (r Report) write(path string) error {
 }
 
 // printTree draws the tree; the way to the best node is marked.
-func printTree(w io.Writer, root, best *Node) {
-	way := map[*Node]bool{}
+func printTree(w io.Writer, g *Game, root, best *search.Node) {
+	way := map[string]bool{}
 	for n := best; n != nil; n = n.Parent {
-		way[n] = true
+		way[n.ID] = true
 	}
-	var draw func(n *Node, first, rest string)
-	draw = func(n *Node, first, rest string) {
-		mark, score := " ", n.Score()
-		if way[n] {
+	var draw func(n *search.Node, first, rest string)
+	draw = func(n *search.Node, first, rest string) {
+		mark, seen := " ", g.observed(n)
+		if way[n.ID] {
 			mark = "*"
 		}
 		label := cmp.Or(n.Action, "root")
 		pad := max(1, 58-len([]rune(first))-len(label))
-		fmt.Fprintf(w, "%s%s %s%s%3d/%d  visits %3d  score %.4f  %s\n",
-			first, mark, label, strings.Repeat(" ", pad), n.Seen.Passed, n.Seen.Total, score.Visits, score.Mean, short(n.ID))
+		fmt.Fprintf(w, "%s%s %s%s%3d/%d  visits %3d  mean %.4f  %s\n",
+			first, mark, label, strings.Repeat(" ", pad), seen.Passed, seen.Total, n.Visits, n.Mean(), short(n.ID))
 		for i, c := range n.Children {
 			if i == len(n.Children)-1 {
 				draw(c, rest+"└─", rest+"  ")

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/coppice-dev/coppice/sdk/go/search"
 )
 
 func TestPercentiles(t *testing.T) {
@@ -53,19 +55,24 @@ func TestDistinct(t *testing.T) {
 }
 
 // solved is a small search that succeeded.
-func solved() (*Search, *Node) {
-	root := &Node{ID: "ckpt_0000000000000000000000root", Seen: Observation{Passed: 1, Total: 2, Nonce: "n", PID: 5}, visits: 3, sum: 2}
-	left := &Node{ID: "ckpt_0000000000000000000000left", Action: "left", Depth: 1, Parent: root, visits: 1, sum: 0.5, Seen: Observation{Passed: 1, Total: 2, Nonce: "n", PID: 5, Journal: []string{"left"}}}
-	right := &Node{ID: "ckpt_000000000000000000000right", Action: "right", Depth: 1, Parent: root, visits: 1, sum: 1, Seen: Observation{Passed: 2, Total: 2, Nonce: "n", PID: 5, Journal: []string{"right"}}}
-	root.Children = []*Node{left, right}
-	return &Search{Root: root, Best: right, Refused: 1}, right
+func solved() (*Game, *search.Node, search.Result) {
+	root := &search.Node{ID: "ckpt_0000000000000000000000root", Value: 0.5, Visits: 3, ValueSum: 2}
+	left := &search.Node{ID: "ckpt_0000000000000000000000left", Action: "left", Depth: 1, Parent: root, Value: 0.5, Visits: 1, ValueSum: 0.5}
+	right := &search.Node{ID: "ckpt_000000000000000000000right", Action: "right", Depth: 1, Parent: root, Value: 1, Visits: 1, ValueSum: 1}
+	root.Children = []*search.Node{left, right}
+	g := &Game{Refused: 1, seen: map[string]Observation{
+		root.ID:  {Passed: 1, Total: 2, Nonce: "n", PID: 5},
+		left.ID:  {Passed: 1, Total: 2, Nonce: "n", PID: 5, Journal: []string{"left"}},
+		right.ID: {Passed: 2, Total: 2, Nonce: "n", PID: 5, Journal: []string{"right"}},
+	}}
+	return g, root, search.Result{Best: right, Tried: 3, End: search.GoalReached}
 }
 
 func TestReport(t *testing.T) {
 	t.Parallel()
-	s, best := solved()
+	g, root, result := solved()
 	m := &Machines{forks: 4, on: map[string]int{"rnr_b": 1, "rnr_a": 3}, createMS: []float64{1}, pauseMS: []float64{2}, readyMS: []float64{3}, forkMS: []float64{4}}
-	r := fill(s, m, true, 1500e6)
+	r := fill(g, root, result, m, 1500e6)
 	path := filepath.Join(t.TempDir(), "new", "report.json")
 	if err := r.write(path); err != nil {
 		t.Fatal(err)
@@ -101,8 +108,10 @@ func TestReport(t *testing.T) {
 	if got, line := r.summary(), "solved with right; 4 forks, 3 on rnr_a, 1 on rnr_b; 1.5 s"; got != line {
 		t.Errorf("%q, want %q", got, line)
 	}
-	best.Seen.Journal = []string{"left"} // a sibling's
-	if remembers(s.Root) {
+	lost := g.observed(result.Best)
+	lost.Journal = []string{"left"} // a sibling's
+	g.seen[result.Best.ID] = lost
+	if remembers(g, root) {
 		t.Error("a machine that remembers its sibling's way passed")
 	}
 	if err := verdict(Report{Distinct: r.Distinct}, 0); err == nil {
@@ -112,12 +121,12 @@ func TestReport(t *testing.T) {
 
 func TestPrintTree(t *testing.T) {
 	t.Parallel()
-	s, best := solved()
+	g, root, result := solved()
 	var b strings.Builder
-	printTree(&b, s.Root, best)
-	want := `* root                                                        1/2  visits   3  score 0.6667  0000root
-├─  left                                                      1/2  visits   1  score 0.5000  0000left
-└─* right                                                     2/2  visits   1  score 1.0000  000right
+	printTree(&b, g, root, result.Best)
+	want := `* root                                                        1/2  visits   3  mean 0.6667  0000root
+├─  left                                                      1/2  visits   1  mean 0.5000  0000left
+└─* right                                                     2/2  visits   1  mean 1.0000  000right
 `
 	if diff := cmp.Diff(want, b.String()); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)

@@ -3,19 +3,17 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
-	"fmt"
-	"math"
 	"slices"
+	"sync"
+
+	"github.com/coppice-dev/coppice/sdk/go/search"
 )
 
-// World grows machines. Its nodes are named by whatever it likes.
+// World forks machines. Its nodes are named by whatever it likes.
 type World interface {
-	// Expand grows one machine for each action from a node, all at once, and does the action in it. A machine for whose
+	// Expand forks one machine for each action from a node, all at once, and does the action in it. A machine for whose
 	// observation keep says yes becomes a node. keep is not called concurrently.
 	Expand(ctx context.Context, from string, actions []Action, keep func(Observation) bool) ([]Outcome, error)
-	// Score records what the search thinks of a node.
-	Score(ctx context.Context, node string, s Score) error
 }
 
 // Outcome is what became of one action.
@@ -25,28 +23,32 @@ type Outcome struct {
 	Refused string       // then: why
 }
 
-// Score is what the search keeps with a node, for people and other programs.
-type Score struct {
-	Visits int     `json:"visits"`
-	Mean   float64 `json:"score"` // mean share of passing tests over the visits
-	Share  float64 `json:"reward"`
-	Action string  `json:"action"`
-	Depth  int     `json:"depth"`
+// Settings of a search.
+type Settings struct {
+	Children    int     // how many children of a node are forked at once
+	Budget      int     // how many forks at most
+	Exploration float64 // the UCT constant, for values scaled to 0 … 1
+	Widening    float64 // a node gets children up to Widening times the root of its visits
+	Patience    int     // how many steps in a row may bring nothing before a way is given up
+	Trials      int     // how often an action is tried in vain before it waits until nothing else is left
 }
 
-// Node is a state of the game that was reached.
-type Node struct {
-	ID       string
-	Action   string
-	Depth    int
-	Seen     Observation
-	Parent   *Node
-	Children []*Node
+// Game is the problem of the search: what may be tried at a node, and what it is worth. The value of a node is the share of tests that pass.
+type Game struct {
+	World    World
+	Policy   Policy
+	Settings Settings
+	Refused  int // actions that did not apply
+	Repeated int // states that were reached a second time on another way, and dropped
 
-	visits  int
-	sum     float64
-	idle    int // steps in a row, up to here, that brought nothing
-	untried []Action
+	mu     sync.Mutex // guards the fields below: a hook of the search reads them
+	seen   map[string]Observation
+	states map[string]bool
+	known  map[string]Action
+	gains  map[string]Gain
+	trials int
+	least  float64 // of the values
+	most   float64
 }
 
 // Gain is what an action has been worth so far, wherever it was done.
@@ -57,192 +59,118 @@ type Gain struct {
 
 func (g Gain) mean() float64 { return g.sum / float64(max(g.done, 1)) }
 
-// Score returns the node's score.
-func (n *Node) Score() Score {
-	return Score{Visits: n.visits, Mean: n.sum / float64(max(n.visits, 1)), Share: n.Seen.Share(), Action: n.Action, Depth: n.Depth}
+// newSearch returns a search from a node, over a store of records.
+func newSearch(g *Game, store search.Store, root string, seen Observation, report func(search.Expansion)) (*search.Search, error) {
+	g.seen, g.states = map[string]Observation{root: seen}, map[string]bool{seen.State: true}
+	g.known, g.gains, g.trials = map[string]Action{}, map[string]Gain{}, g.Settings.Trials
+	g.least, g.most = seen.Share(), seen.Share()
+	return search.New(search.Config{
+		Root: root, RootValue: new(seen.Share()), Problem: g, Store: store, Goal: new(1.0),
+		Strategy: search.UCT{C: g.Settings.Exploration, MinMax: true, Widening: g.Settings.Widening, Untried: g.promising},
+		Batch:    g.Settings.Children, Budget: g.Settings.Budget, Report: report,
+	})
 }
 
-// Settings of a search.
-type Settings struct {
-	Children    int     // how many children of a node are grown at once
-	Budget      int     // how many forks at most
-	Exploration float64 // weight of the confidence bound against the mean, both in units of the rewards' range
-	Widening    float64 // a node gets children up to Widening times the root of its visits
-	Patience    int     // how many steps in a row may bring nothing before a way is given up
-	Trials      int     // how often an action is tried in vain before it waits until nothing else is left
-}
-
-// Search is one tree search. Run it once.
-type Search struct {
-	World    World
-	Policy   Policy
-	Settings Settings
-	Root     *Node
-	Best     *Node
-	Forks    int
-	Refused  int // actions that did not apply
-	Repeated int // states that were reached a second time on another way, and dropped
-
-	states   map[string]bool
-	gains    map[string]Gain
-	trials   int
-	min, max float64
-}
-
-// Run searches until every test passes, the budget is spent or nothing is left to try. It reports whether it solved.
-func (s *Search) Run(ctx context.Context, progress func(*Search, *Node)) (bool, error) {
-	s.Best = s.Root
-	s.states, s.gains = map[string]bool{s.Root.Seen.State: true}, map[string]Gain{}
-	s.min, s.max = s.Root.Seen.Share(), s.Root.Seen.Share()
-	s.Root.untried = s.Policy.Propose(s.Root.Seen)
-	s.backUp(s.Root, s.Root.Seen.Share())
-	s.trials = s.Settings.Trials
-	for s.Best.Seen.Share() < 1 && s.Forks < s.Settings.Budget {
-		for !s.open(s.Root) {
-			if s.trials++; s.trials > s.Settings.Budget {
-				return false, nil // nothing is left to try at all
-			}
-		}
-		n := s.choose()
-		if err := s.expand(ctx, n); err != nil {
-			return false, fmt.Errorf("expand %s: %w", n.ID, err)
-		}
-		progress(s, n)
-	}
-	return s.Best.Seen.Share() == 1, nil
-}
-
-// choose descends from the root: at a node that may have more children it stops, else it goes to the child with the
-// best confidence bound.
-func (s *Search) choose() *Node {
-	n := s.Root
+// play runs a search. When nothing promising is left to try, it goes on with what was tried in vain most often.
+func (g *Game) play(ctx context.Context, s *search.Search) (search.Result, error) {
 	for {
-		var best *Node
-		bound := math.Inf(-1)
-		for _, c := range n.Children {
-			if b := s.bound(n, c); b > bound && s.open(c) {
-				best, bound = c, b
-			}
+		r, err := s.Run(ctx)
+		if err != nil || r.End != search.Exhausted {
+			return r, err
 		}
-		wide := float64(len(n.Children)) >= s.Settings.Widening*math.Sqrt(float64(n.visits))
-		if best == nil || (!wide && len(s.promising(n)) > 0) {
-			return n
+		g.mu.Lock()
+		g.trials++
+		over := g.trials > g.Settings.Budget
+		g.mu.Unlock()
+		if over {
+			return r, nil // nothing is left to try at all
 		}
-		n = best
 	}
 }
 
-// promising returns the untried actions of a node that are not known to be useless: those that were worth something
-// somewhere, or have not been tried often enough.
-func (s *Search) promising(n *Node) []Action {
-	var out []Action
-	for _, a := range n.untried {
-		if g := s.gains[a.Name]; g.sum > 0 || g.done < s.trials {
+// Actions asks the policy, unless too many steps in a row have brought nothing.
+func (g *Game) Actions(_ context.Context, n *search.Node) ([]search.Action, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	idle := 0
+	for at := n; at.Parent != nil && at.Value <= at.Parent.Value; at = at.Parent {
+		idle++
+	}
+	if idle > g.Settings.Patience {
+		return nil, nil
+	}
+	var out []search.Action
+	for _, a := range g.Policy.Propose(g.seen[n.ID]) {
+		g.known[a.Name] = a
+		out = append(out, search.Action{Name: a.Name, Prior: a.Prior})
+	}
+	return out, nil
+}
+
+// Expand does actions in forks, and drops states that are known.
+func (g *Game) Expand(ctx context.Context, n *search.Node, actions []search.Action) ([]search.Outcome, error) {
+	g.mu.Lock()
+	todo := make([]Action, len(actions))
+	for i, a := range actions {
+		todo[i] = g.known[a.Name]
+	}
+	g.mu.Unlock()
+	outcomes, err := g.World.Expand(ctx, n.ID, todo, func(o Observation) bool {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		known := g.states[o.State]
+		g.states[o.State] = true
+		return !known
+	})
+	if err != nil {
+		return nil, err
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	out := make([]search.Outcome, len(outcomes))
+	for i, o := range outcomes {
+		gain := g.gains[actions[i].Name]
+		gain.done++
+		switch {
+		case o.Seen == nil:
+			g.Refused++
+			out[i].Reason = o.Refused
+		case o.Node == "":
+			g.Repeated++
+			out[i].Reason = "a known state"
+		default:
+			g.seen[o.Node] = *o.Seen
+			g.least, g.most = min(g.least, o.Seen.Share()), max(g.most, o.Seen.Share())
+			out[i] = search.Outcome{Child: o.Node, Value: o.Seen.Share()}
+		}
+		if o.Seen != nil {
+			gain.sum += o.Seen.Share() - n.Value
+		}
+		g.gains[actions[i].Name] = gain
+	}
+	return out, nil
+}
+
+// promising returns the untried actions of a node that are not known to be useless, best first: those that were worth something
+// somewhere, or have not been tried often enough. What counts is the policy's prior, and what the same action was worth elsewhere, in the
+// units of the values' range. (Known as all-moves-as-first; it lets a branch learn from the others.)
+func (g *Game) promising(_ *search.Node, untried []search.Action) []search.Action {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	var out []search.Action
+	for _, a := range untried {
+		if gain := g.gains[a.Name]; gain.sum > 0 || gain.done < g.trials {
 			out = append(out, a)
 		}
 	}
+	promise := func(a search.Action) float64 { return a.Prior + g.gains[a.Name].mean()/max(g.most-g.least, 1e-9) }
+	slices.SortStableFunc(out, func(a, b search.Action) int { return cmp.Compare(promise(b), promise(a)) })
 	return out
 }
 
-// open reports whether something promising is left to be tried at or below a node.
-func (s *Search) open(n *Node) bool {
-	return len(s.promising(n)) > 0 || slices.ContainsFunc(n.Children, s.open)
-}
-
-// bound is UCB1 over rewards scaled to the range that was seen.
-func (s *Search) bound(parent, child *Node) float64 {
-	mean := child.sum / float64(child.visits)
-	if s.max > s.min {
-		mean = (mean - s.min) / (s.max - s.min)
-	}
-	return mean + s.Settings.Exploration*math.Sqrt(math.Log(float64(parent.visits))/float64(child.visits))
-}
-
-// expand tries the next actions of a node, all at once, and backs their rewards up.
-func (s *Search) expand(ctx context.Context, n *Node) error {
-	actions := s.promising(n)
-	slices.SortStableFunc(actions, func(a, b Action) int { return cmp.Compare(s.promise(b), s.promise(a)) })
-	k := min(s.Settings.Children, len(actions), s.Settings.Budget-s.Forks)
-	actions = actions[:k]
-	n.untried = slices.DeleteFunc(n.untried, func(a Action) bool {
-		return slices.ContainsFunc(actions, func(b Action) bool { return a.Name == b.Name })
-	})
-	s.Forks += k
-	outcomes, err := s.World.Expand(ctx, n.ID, actions, func(o Observation) bool {
-		if s.states[o.State] {
-			return false
-		}
-		s.states[o.State] = true
-		return true
-	})
-	if err != nil {
-		return err
-	}
-	touched := map[*Node]bool{}
-	for i, o := range outcomes {
-		g := s.gains[actions[i].Name]
-		g.done++
-		if o.Seen != nil {
-			g.sum += o.Seen.Share() - n.Seen.Share()
-		}
-		s.gains[actions[i].Name] = g
-		switch {
-		case o.Seen == nil:
-			s.Refused++
-			continue
-		case o.Node == "":
-			s.Repeated++
-			continue
-		}
-		child := &Node{ID: o.Node, Action: actions[i].Name, Depth: n.Depth + 1, Seen: *o.Seen, Parent: n}
-		if o.Seen.Share() <= n.Seen.Share() {
-			child.idle = n.idle + 1
-		}
-		if child.idle <= s.Settings.Patience {
-			child.untried = s.Policy.Propose(*o.Seen)
-		}
-		n.Children = append(n.Children, child)
-		s.backUp(child, o.Seen.Share())
-		for a := child; a != nil; a = a.Parent {
-			touched[a] = true
-		}
-		if child.Seen.Share() > s.Best.Seen.Share() {
-			s.Best = child
-		}
-	}
-	var errs []error
-	for a := range touched {
-		errs = append(errs, s.World.Score(ctx, a.ID, a.Score()))
-	}
-	return errors.Join(errs...)
-}
-
-// promise orders the untried actions of a node: the policy's prior, and what the same action was worth elsewhere, in
-// the units of the rewards' range. (Known as all-moves-as-first; it lets a branch learn from the others.)
-func (s *Search) promise(a Action) float64 {
-	return a.Prior + s.gains[a.Name].mean()/max(s.max-s.min, 1e-9)
-}
-
-func (s *Search) backUp(n *Node, reward float64) {
-	s.min, s.max = min(s.min, reward), max(s.max, reward)
-	for ; n != nil; n = n.Parent {
-		n.visits++
-		n.sum += reward
-	}
-}
-
-// All calls f for the root and everything below it, parents first.
-func (n *Node) All(f func(*Node)) {
-	f(n)
-	for _, c := range n.Children {
-		c.All(f)
-	}
-}
-
-// Path returns the actions from the root to the node.
-func (n *Node) Path() []string {
-	if n.Parent == nil {
-		return nil
-	}
-	return append(n.Parent.Path(), n.Action)
+// observed returns what a node's machine said.
+func (g *Game) observed(n *search.Node) Observation {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.seen[n.ID]
 }

@@ -8,15 +8,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/coppice-dev/coppice/sdk/go/search"
 )
 
 // game is the puzzle as arithmetic: which edits apply, and how many of 137 tests pass. The figures are those of
 // the real bench. A node is its state; so, unlike a machine, it could be copied.
-type game struct {
-	t      *testing.T
-	scores map[string]Score
-}
+type game struct{}
 
 type position struct {
 	getter, frequencies, updateIn, pluck string
@@ -32,7 +29,7 @@ func (p position) itertoolz() string {
 
 var (
 	positions = map[string]position{}
-	start     = position{bound: position{}.itertoolz()}
+	beginning = position{bound: position{}.itertoolz()}
 )
 
 func (p position) key() string {
@@ -119,60 +116,53 @@ func (g game) Expand(_ context.Context, from string, actions []Action, keep func
 	return out, nil
 }
 
-func (g game) Score(_ context.Context, node string, s Score) error {
-	g.scores[node] = s
-	return nil
-}
-
-func play(t *testing.T, seed uint64) (*Search, game, bool) {
+func play(t *testing.T, seed uint64) (*Game, *search.Node, search.Result) {
 	t.Helper()
 	clear(positions)
 	candidates, err := Candidates()
 	if err != nil {
 		t.Fatal(err)
 	}
-	positions["root"] = start
-	g := game{t: t, scores: map[string]Score{}}
-	s := &Search{
-		World: g, Settings: defaultSettings(),
+	positions["root"] = beginning
+	g := &Game{
+		World: game{}, Settings: defaultSettings(),
 		Policy: &Edits{Candidates: candidates, Random: rand.New(rand.NewPCG(seed, 1))},
-		Root:   &Node{ID: "root", Seen: start.observe()},
 	}
-	solved, err := s.Run(t.Context(), func(*Search, *Node) {})
+	s, err := newSearch(g, &search.Memory{}, "root", beginning.observe(), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return s, g, solved
+	r, err := g.play(t.Context(), s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return g, s.Tree(), r
 }
 
 func TestFindsTheFix(t *testing.T) {
 	var forks []int
 	for seed := range uint64(100) {
-		s, g, solved := play(t, seed)
-		if !solved {
-			t.Errorf("seed %d: not solved after %d forks; best %v", seed, s.Forks, s.Best.Path())
+		g, root, r := play(t, seed)
+		path := r.Best.Path()
+		if r.End != search.GoalReached {
+			t.Errorf("seed %d: %s after %d forks; best %v", seed, r.End, r.Tried, path)
 			continue
 		}
-		forks = append(forks, s.Forks)
-		path := s.Best.Path()
+		forks = append(forks, r.Tried)
 		for _, want := range []string{"getter-keep-tuple", "getter-keep-order", "frequencies-count", "update-in-default", reloadRecipes} {
 			if !slices.Contains(path, want) {
 				t.Errorf("seed %d: solved by %v, without %s", seed, path, want)
 			}
 		}
-		if s.Forks < 20 || s.Best.Depth < 3 {
-			t.Errorf("seed %d: %d forks, depth %d: the puzzle is too easy", seed, s.Forks, s.Best.Depth)
+		if r.Tried < 20 || r.Best.Depth < 3 {
+			t.Errorf("seed %d: %d forks, depth %d: the puzzle is too easy", seed, r.Tried, r.Best.Depth)
 		}
-		nodes := 0
-		s.Root.All(func(n *Node) {
-			nodes++
-			if diff := cmp.Diff(n.Score(), g.scores[n.ID]); diff != "" {
-				t.Errorf("seed %d: score kept with %s (-search +world):\n%s", seed, n.ID, diff)
-			}
-			if got := s.Forks - s.Refused - s.Repeated; n.Parent == nil && n.visits != got+1 {
-				t.Errorf("seed %d: the root has %d visits after %d rollouts", seed, n.visits, got)
-			}
-		})
+		if !remembers(g, root) {
+			t.Errorf("seed %d: a node does not remember its way", seed)
+		}
+		if got := int64(r.Tried - g.Refused - g.Repeated); root.Visits != got+1 {
+			t.Errorf("seed %d: the root has %d visits after %d rollouts", seed, root.Visits, got)
+		}
 	}
 	slices.Sort(forks)
 	t.Logf("forks: min %d, median %d, p90 %d, max %d", forks[0], forks[len(forks)/2], forks[len(forks)*9/10], forks[len(forks)-1])

@@ -181,6 +181,7 @@ var dpkgExcludes = []string{
 // mmdebstrap runs in mount and process namespaces of its own. If this process is killed, its death signal ends unshare
 // and unshare's ends the first process of the namespace, and with it all others; their mounts go with the namespace.
 // A build that dies therefore never leaves the host's /dev or /sys mounted in a directory that the next one deletes.
+// The namespace has no volumes of runners: one that is unmounted during a build would keep its loop device.
 func (b *builder) debianTree(ctx context.Context, in rootInput, tree string) ([]string, error) {
 	args := []string{
 		"--mount", "--pid", "--fork", "--mount-proc", "--kill-child=KILL", "--propagation", "private", "--",
@@ -192,7 +193,7 @@ func (b *builder) debianTree(ctx context.Context, in rootInput, tree string) ([]
 		args = append(args, "--dpkgopt="+o)
 	}
 	args = append(args, in.Suite, tree, b.apt.sourcesFile())
-	if err := run(ctx, tool{name: "unshare", args: args, dir: "/", log: b.log}); err != nil {
+	if err := run(ctx, tool{name: "unshare", args: args, dir: "/", log: b.log, leaves: true, needs: []string{tree, b.apt.sourcesFile(), os.TempDir()}}); err != nil {
 		return nil, fmt.Errorf("install packages: %w", err)
 	}
 	raw, err := os.ReadFile(filepath.Join(tree, "var", "lib", "dpkg", "status"))

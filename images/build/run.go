@@ -17,6 +17,8 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/mountns"
+	"github.com/coppice-dev/coppice/internal/osthread"
 )
 
 // Program is a program that a build calls, with the Debian package that contains it.
@@ -88,6 +90,11 @@ type tool struct {
 	stdin  io.Reader
 	stdout io.Writer // nil: the log
 	log    io.Writer // nil: nowhere
+
+	// leaves removes the loop mounts that the program does not need from its namespace. The program may run for minutes, and the owners unmount
+	// them meanwhile. needs are the paths that it needs.
+	leaves bool
+	needs  []string
 }
 
 // killDelay bounds the wait for the pipes of a killed program.
@@ -114,10 +121,7 @@ func run(ctx context.Context, t tool) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = killDelay
-	// The death signal is sent when the *thread* that started the child ends, so that thread must be kept.
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	err = cmd.Run()
+	err = t.call(cmd)
 	if ctx.Err() != nil {
 		return fmt.Errorf("%s: %w", t.name, context.Cause(ctx))
 	}
@@ -130,6 +134,34 @@ func run(ctx context.Context, t tool) error {
 	default:
 		return fmt.Errorf("%s: %w", t.name, err)
 	}
+}
+
+// call runs a program. The death signal is sent when the *thread* that started the program ends, so that thread must be kept.
+func (t tool) call(cmd *exec.Cmd) error {
+	if !t.leaves {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		return cmd.Run()
+	}
+	needs := make([]string, len(t.needs))
+	for i, path := range t.needs {
+		var err error
+		if needs[i], err = filepath.EvalSymlinks(path); err != nil {
+			needs[i] = path // it does not exist yet
+		}
+	}
+	return osthread.Do(func() error {
+		if err := mountns.Enter(); err != nil {
+			return err
+		}
+		foreign := func(m mountns.Mount) bool {
+			return m.Loop() && !m.Holds("/usr") && !slices.ContainsFunc(needs, m.Holds)
+		}
+		if err := mountns.Detach(foreign); err != nil {
+			return err
+		}
+		return cmd.Run()
+	})
 }
 
 // output calls a program and returns what it printed on its standard output.

@@ -34,13 +34,14 @@ type ControllerConfig struct {
 	Listen       string        // host:port of the public API
 	TLSCert      string        // PEM files of the public API; both or none
 	TLSKey       string
-	PlainHTTP    bool      // serve the public API without TLS although it is not on loopback
-	RunnerListen string    // host:port for runners
-	KeyFile      string    // of the key that seals the cluster's keys; made by the first controller
-	MasterKeys   string    // file of the keys that wrap those of projects; empty: none
-	APIKeyFile   string    // holds, or gets, the first API key; empty: none is made
-	JoinKeyFile  string    // likewise, a key that makes join tokens and nothing else
-	E2B          E2BConfig // with the certificate of the public API, or without TLS if the public API is
+	PlainHTTP    bool          // serve the public API without TLS although it is not on loopback
+	RunnerListen string        // host:port for runners
+	KeyFile      string        // of the key that seals the cluster's keys; made by the first controller
+	MasterKeys   string        // file of the keys that wrap those of projects; empty: none
+	APIKeyFile   string        // holds, or gets, the first API key; empty: none is made
+	JoinKeyFile  string        // likewise, a key that makes join tokens and nothing else
+	E2B          E2BConfig     // with the certificate of the public API, or without TLS if the public API is
+	Arrakis      ArrakisConfig // likewise
 	Preview      PreviewConfig
 	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
@@ -56,6 +57,9 @@ type ControllerReady struct {
 	ClusterID string `json:"cluster_id"`
 	Metrics   string `json:"metrics,omitempty"` // host:port
 	E2B       string `json:"e2b,omitempty"`     // for clients of E2B
+	Arrakis   string `json:"arrakis,omitempty"` // for clients of Arrakis
+
+	ArrakisTerms string `json:"arrakis_terms,omitempty"` // who may do what there
 
 	Database DatabaseFacts `json:"database"`
 }
@@ -97,8 +101,13 @@ func (c ControllerConfig) validate() error {
 	if c.TLSCert == "" && c.E2B.Listen != "" && !loopback(c.E2B.Listen) && !c.PlainHTTP {
 		bad("E2B's clients would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.E2B.Listen)
 	}
-	if err := c.Preview.Validate(c.PlainHTTP); err != nil {
-		errs = append(errs, err)
+	if c.TLSCert == "" && c.Arrakis.Listen != "" && !loopback(c.Arrakis.Listen) && !c.PlainHTTP {
+		bad("Arrakis' clients would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Arrakis.Listen)
+	}
+	for _, err := range []error{c.Arrakis.Validate(), c.Preview.Validate(c.PlainHTTP)} {
+		if err != nil {
+			errs = append(errs, err)
+		}
 	}
 	if c.TLSCert == "" && !loopback(c.Listen) && !c.PlainHTTP {
 		bad("the API would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
@@ -184,7 +193,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 		return err
 	}
 	steps.Push("public listener", func(context.Context) error { return public.close() })
-	compat, err := cfg.listenE2B(ctx, api, control, trust, &steps)
+	compat, err := cfg.listenLayers(ctx, api, control, trust, &steps)
 	if err != nil {
 		return err
 	}
@@ -201,12 +210,12 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err != nil {
 		return err
 	}
-	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), E2B: cfg.urlOf(compat), Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
+	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), E2B: cfg.urlOf(compat.e2b), Arrakis: cfg.urlOf(compat.arrakis), ArrakisTerms: compat.terms, Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
 		return err
 	}
 	// No more requests first, then the operations end, and last nobody listens to runners any more.
 	return runInOrder(ctx,
-		part{"public listeners", served(public, compat, preview)},
+		part{"public listeners", served(public, compat.e2b, compat.arrakis, preview)},
 		part{"previews", runRouter(router)},
 		part{"controller", control.Run},
 		part{"runners' listener", served(inner)},

@@ -67,10 +67,3 @@ func (c ControllerConfig) listenE2B(ctx context.Context, api http.Handler, contr
 	c.Log.InfoContext(ctx, "clients of E2B are served", "listen", l.Addr().String(), "domain", c.E2B.Domain, "egress", c.E2B.Egress())
 	return l, nil
 }
-
-func (c ControllerConfig) urlOf(l *listener) string {
-	if l == nil {
-		return ""
-	}
-	return c.scheme() + "://" + l.Addr().String()
-}

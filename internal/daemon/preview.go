@@ -28,6 +28,7 @@ type PreviewConfig struct {
 	Domain  string // the wildcard name that leads there, with a port if URLs have another than Listen
 	TLSCert string // PEM files of a certificate for the wildcard name; both or none
 	TLSKey  string
+	Proxies []string // networks of the proxies in front of it, which say who the client is
 
 	ACMEHosts     []string // the only names for which a certificate is asked
 	ACMECache     string   // directory of certificates
@@ -57,6 +58,11 @@ func (c PreviewConfig) Validate(plain bool) error {
 	}
 	if len(c.ACMEHosts) > 0 && (c.TLSCert != "" || c.ACMECache == "") {
 		bad("--preview-acme-host needs --preview-acme-cache, and excludes --preview-tls-cert")
+	}
+	for _, text := range c.Proxies {
+		if _, err := netip.ParsePrefix(text); err != nil {
+			bad("--preview-proxy: %q is not a network, such as 192.0.2.0/24", core.Clip(text))
+		}
 	}
 	for _, host := range c.ACMEHosts {
 		if _, ok := sandboxhost.Decode(host, name); !ok {
@@ -115,12 +121,19 @@ func (c PreviewConfig) Site(on net.Addr, trust controller.Trust) (previews.Site,
 func (c PreviewConfig) Router(control *controller.Controller, log *slog.Logger) *router.Router {
 	name, _ := c.domain()
 	return router.New(router.Config{
-		Previews: control.Previews(), Keys: control.Tenancy, Domain: name, Log: log.With("component", "previews"),
-		Refused: func(address string) error {
-			_, err := control.AllowOpen(address)
-			return err
-		},
+		Previews: control.Previews(), Keys: control.Tenancy, Domain: name, Proxies: c.proxies(), Log: log.With("component", "previews"),
 	})
+}
+
+// proxies are the networks of Proxies, which Validate has checked.
+func (c PreviewConfig) proxies() []netip.Prefix {
+	var list []netip.Prefix
+	for _, text := range c.Proxies {
+		if p, err := netip.ParsePrefix(text); err == nil {
+			list = append(list, p.Masked())
+		}
+	}
+	return list
 }
 
 // tls is the configuration of the listener: HTTP/1.1 and HTTP/2.

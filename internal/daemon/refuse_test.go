@@ -244,7 +244,11 @@ func TestConfigurations(t *testing.T) {
 		change func(*daemon.ControllerConfig)
 		says   string
 	}{
-		"no TLS for all":      {func(c *daemon.ControllerConfig) { c.Listen = "0.0.0.0:0" }, "--plain-http"},
+		"no TLS for all": {func(c *daemon.ControllerConfig) { c.Listen = "0.0.0.0:0" }, "--plain-http"},
+		"no key for all": {func(c *daemon.ControllerConfig) {
+			c.PlainHTTP, c.Arrakis = true, daemon.ArrakisConfig{Listen: "0.0.0.0:0", KeyFile: "/absent"}
+		}, "need no key there"},
+		"ports of Arrakis":    {func(c *daemon.ControllerConfig) { c.Arrakis = daemon.ArrakisConfig{Listen: "127.0.0.1:0", Ports: "x"} }, "--arrakis-ports"},
 		"half of TLS":         {func(c *daemon.ControllerConfig) { c.TLSCert = "x" }, "--tls-key"},
 		"a negative lease":    {func(c *daemon.ControllerConfig) { c.Tune.RunnerFence = -1 }, "--runner-fence"},
 		"no database":         {func(c *daemon.ControllerConfig) { c.Database = "" }, "--database"},

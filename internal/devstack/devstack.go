@@ -57,8 +57,12 @@ type Config struct {
 	Listen    string // host:port of the public API, on loopback; port 0 picks a free one
 	PlainHTTP bool   // serve the public API without TLS although it is not on loopback
 	E2B       daemon.E2BConfig
-	Preview   daemon.PreviewConfig // without TLS, on loopback
-	OnExit    OnExit               // empty: Stop
+	Arrakis   daemon.ArrakisConfig // requests without a key use that of the stack, unless ArrakisNeedsKey
+
+	ArrakisNeedsKey bool
+
+	Preview daemon.PreviewConfig // without TLS, on loopback
+	OnExit  OnExit               // empty: Stop
 	// Hurry ends what OnExit says early when it is closed. nil: nobody hurries.
 	Hurry <-chan struct{}
 	Tell  func(string) // tells a person what happens at the end; may be nil
@@ -69,6 +73,10 @@ type Config struct {
 type Ready struct {
 	Server  string // http://host:port, as this machine reaches it
 	E2B     string `json:",omitempty"` // likewise, for E2B's clients
+	Arrakis string `json:",omitempty"` // likewise, for Arrakis' clients
+
+	ArrakisTerms string `json:",omitempty"` // who may do what there
+
 	Preview string `json:",omitempty"` // the form of the URLs of previews
 	Key     string
 	DataDir string
@@ -126,12 +134,15 @@ type stack struct {
 	trusted   controller.Trust
 	onAPI     net.Listener // public ones, before anything is served; nil: not served
 	onE2B     net.Listener
+	onArrakis net.Listener
 	onPreview net.Listener
 	previews  *router.Router // nil: none are served
 	inner     []server       // between controller and runner
 	public    []server
 	server    string
 	e2b       string
+	arrakis   string
+	terms     string // of Arrakis' clients
 	preview   string
 }
 
@@ -145,6 +156,9 @@ func (cfg Config) Check() error {
 	err := cfg.checkAddress("listen", cfg.Listen)
 	if err == nil && cfg.E2B.Listen != "" {
 		err = cfg.checkAddress("e2b-listen", cfg.E2B.Listen)
+	}
+	if err == nil && cfg.Arrakis.Listen != "" {
+		err = errors.Join(cfg.checkAddress("arrakis-listen", cfg.Arrakis.Listen), cfg.arrakisConfig("any").Validate())
 	}
 	if err == nil && cfg.Preview.Listen != "" {
 		err = cfg.checkAddress("preview-listen", cfg.Preview.Listen)
@@ -169,7 +183,7 @@ func (s *stack) listen(ctx context.Context) error {
 	for _, at := range []struct {
 		address, flag string
 		to            *net.Listener
-	}{{s.cfg.Listen, "listen", &s.onAPI}, {s.cfg.E2B.Listen, "e2b-listen", &s.onE2B}, {s.cfg.Preview.Listen, "preview-listen", &s.onPreview}} {
+	}{{s.cfg.Listen, "listen", &s.onAPI}, {s.cfg.E2B.Listen, "e2b-listen", &s.onE2B}, {s.cfg.Arrakis.Listen, "arrakis-listen", &s.onArrakis}, {s.cfg.Preview.Listen, "preview-listen", &s.onPreview}} {
 		if at.address == "" {
 			continue
 		}
@@ -188,6 +202,9 @@ func (s *stack) listen(ctx context.Context) error {
 	s.server = "http://" + reachable(s.onAPI.Addr())
 	if s.onE2B != nil {
 		s.e2b = "http://" + reachable(s.onE2B.Addr())
+	}
+	if s.onArrakis != nil {
+		s.arrakis = "http://" + reachable(s.onArrakis.Addr())
 	}
 	return nil
 }
@@ -334,6 +351,9 @@ func (s *stack) serveAll(ctx context.Context) error {
 		}
 		s.serve(&s.public, s.onE2B, compat)
 	}
+	if err := s.serveArrakis(ctx, api); err != nil {
+		return err
+	}
 	if s.onPreview == nil {
 		return nil
 	}
@@ -446,7 +466,7 @@ func (s *stack) awaitReady(ctx context.Context, ready func(Ready) error) error {
 	defer tick.Stop()
 	for {
 		if err := s.control.Ready(ctx); err == nil {
-			return ready(Ready{Server: s.server, E2B: s.e2b, Preview: s.preview, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
+			return ready(Ready{Server: s.server, E2B: s.e2b, Arrakis: s.arrakis, ArrakisTerms: s.terms, Preview: s.preview, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
 		} else if code := core.CodeOf(err); code != core.CodeNoRunner {
 			return err
 		}

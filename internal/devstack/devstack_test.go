@@ -35,6 +35,21 @@ func TestClearHTTPOnlyOnLoopback(t *testing.T) {
 	}
 }
 
+// TestNoKeyOnlyOnLoopback: clients of Arrakis need no key where only this host reaches them.
+func TestNoKeyOnlyOnLoopback(t *testing.T) {
+	t.Parallel()
+	for listen, refused := range map[string]bool{"127.0.0.1:0": false, "[::1]:7000": false, "localhost:7000": false, "0.0.0.0:7000": true, ":7000": true, "10.0.0.1:7000": true} {
+		cfg := Config{Listen: "127.0.0.1:0", PlainHTTP: true, Arrakis: daemon.ArrakisConfig{Listen: listen}}
+		if err := cfg.Check(); refused != (err != nil) || err != nil && !strings.Contains(err.Error(), "--arrakis-listen") {
+			t.Errorf("%s: %v", listen, err)
+		}
+		cfg.ArrakisNeedsKey = true
+		if err := cfg.Check(); err != nil {
+			t.Errorf("%s with --arrakis-require-key: %v", listen, err)
+		}
+	}
+}
+
 // TestTakenPortLeavesNothing starts on an address that is taken: nothing was made when it is noticed.
 func TestTakenPortLeavesNothing(t *testing.T) {
 	t.Parallel()

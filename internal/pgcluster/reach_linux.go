@@ -6,12 +6,12 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/mountns"
 )
 
 // makeReachable covers each directory that is closed to u by an empty one and binds paths into it at their own
@@ -34,15 +34,15 @@ func makeReachable(u serverUser, program string, paths []string) error {
 	if len(binds) == 0 {
 		return nil
 	}
-	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+	if err := mountns.Enter(); err != nil {
 		return core.Wrapf(err, core.FailedPrecondition, core.CodeIncompatibleHost,
 			"user %s, who runs PostgreSQL, cannot enter %s, and this machine allows no mount namespace to help it: use a directory that it can reach, such as one under /var/lib", u.name, binds[0].below)
 	}
-	// Slave: nothing that is mounted here reaches the host, and what is unmounted there is unmounted here.
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
-		return fmt.Errorf("cut off the host's mounts: %w", err)
-	}
-	if err := dropForeign(append(slices.Clone(paths), program)); err != nil {
+	needed := append(slices.Clone(paths), program)
+	if err := mountns.Detach(func(m mountns.Mount) bool {
+		belongs := func(path string) bool { return mountns.Within(m.Point, path) || m.Holds(path) }
+		return !slices.ContainsFunc(needed, m.Holds) && !slices.ContainsFunc(system, belongs)
+	}); err != nil {
 		return fmt.Errorf("leave other people's mounts: %w", err)
 	}
 	sources := make([]*os.File, len(binds)) // opened before anything is covered
@@ -56,7 +56,7 @@ func makeReachable(u serverUser, program string, paths []string) error {
 	}
 	var covered []string
 	for i, b := range binds {
-		if !slices.ContainsFunc(covered, func(c string) bool { return within(b.below, c) }) {
+		if !slices.ContainsFunc(covered, func(c string) bool { return mountns.Within(b.below, c) }) {
 			if err := unix.Mount("tmpfs", b.below, "tmpfs", unix.MS_NOSUID|unix.MS_NODEV, "mode=0711,size=64k"); err != nil {
 				return fmt.Errorf("cover %s: %w", b.below, err)
 			}
@@ -74,32 +74,6 @@ func makeReachable(u serverUser, program string, paths []string) error {
 
 // system are the directories whose mounts PostgreSQL needs besides those of its own paths.
 var system = []string{"/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/dev", "/sys"}
-
-// dropForeign detaches, from the namespace of the calling thread, every mount that holds neither a needed path nor a part of the system. A
-// copy of a mount keeps the device and the file system alive after their owner has unmounted them: the volume of another
-// coppice dev, say, which could then not be mounted again.
-func dropForeign(needed []string) error {
-	b, err := os.ReadFile("/proc/thread-self/mountinfo")
-	if err != nil {
-		return err
-	}
-	for line := range strings.Lines(string(b)) {
-		f := strings.Fields(line) // id, parent, major:minor, root, mount point
-		if len(f) < 5 {
-			continue
-		}
-		point := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(f[4])
-		holds := func(path string) bool { return within(path, point) }
-		belongs := func(path string) bool { return within(point, path) || within(path, point) }
-		if slices.ContainsFunc(needed, holds) || slices.ContainsFunc(system, belongs) {
-			continue
-		}
-		if err := unix.Unmount(point, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("detach %s: %w", point, err) // EINVAL: it went with the one it was in
-		}
-	}
-	return nil
-}
 
 // firstClosed returns the topmost directory above path that u may not pass, or "". It reads mode bits only: an ACL
 // that says more makes no difference but an extra namespace.
@@ -133,8 +107,4 @@ func firstClosed(path string, u serverUser) (string, error) {
 		}
 	}
 	return "", nil
-}
-
-func within(path, dir string) bool {
-	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 }

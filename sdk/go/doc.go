@@ -25,6 +25,11 @@
 // twice. It repeats reads and deletions after a lost connection or a 502, 503 or 504. It repeats
 // other calls only if no connection could be made at all.
 //
+// # Searches
+//
+// Package search, below this one, has tree searches whose nodes are checkpoints: UCT, PUCT, best-of-N and beam search. Their
+// statistics are annotations, changed by compare-and-set (PatchCheckpoint with a Version), so that programs share a tree.
+//
 // The types in types.gen.go are generated from api/openapi.yaml. A Client is safe for concurrent
 // use.
 package coppice

@@ -248,7 +248,7 @@ func TestPortStreams(t *testing.T) {
 		<-r.Context().Done()
 	}))
 	t.Cleanup(guest.Close)
-	if _, err := w.client(key).CreatePort(t.Context(), "ws_"+s.SandboxID, coppice.CreatePortRequest{GuestPort: 3000, Listen: strings.TrimPrefix(guest.URL, "http://")}); err != nil {
+	if _, err := w.cell.Client(w.t, key).CreatePort(t.Context(), "ws_"+s.SandboxID, coppice.CreatePortRequest{GuestPort: 3000, Listen: strings.TrimPrefix(guest.URL, "http://")}); err != nil {
 		t.Fatal(err)
 	}
 	open := func() (int, io.Reader) {

@@ -4,6 +4,7 @@ import (
 	"net/http"
 	"sync"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -17,11 +18,11 @@ type busy struct {
 }
 
 // enter counts a request, unless the key has as many as it may have. The returned function must be called when the request has ended.
-func (b *busy) enter(key coppice.KeyID) (leave func(), f *failure) {
+func (b *busy) enter(key coppice.KeyID) (leave func(), f *shared.StatusError) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.n[key] >= maxRequests {
-		return nil, failf(http.StatusTooManyRequests, "this key has %d requests to sandboxes at the same time, the maximum; repeat the request later", maxRequests)
+		return nil, shared.Failf(http.StatusTooManyRequests, "this key has %d requests to sandboxes at the same time, the maximum; repeat the request later", maxRequests)
 	}
 	if b.n == nil {
 		b.n = map[coppice.KeyID]int{}

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -58,7 +59,7 @@ func (l *layer) controlRoutes() http.Handler {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			ctx, client := l.caller(r)
 			r = r.WithContext(ctx)
-			r.Body = hurriedBody{http.MaxBytesReader(w, r.Body, maxBody), w}
+			r.Body = shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, maxBody), Writer: w}
 			if err := h(w, r, call{client, l, r.PathValue("id")}); err != nil {
 				l.fail(w, r, err)
 			}
@@ -74,7 +75,7 @@ func (l *layer) fallback(mux *http.ServeMux) http.Handler {
 			mux.ServeHTTP(w, r)
 			return
 		}
-		writeFailure(w, r, failf(http.StatusNotFound, "there is no route %s %s here", r.Method, clip(r.URL.Path)))
+		writeFailure(w, r, shared.Failf(http.StatusNotFound, "there is no route %s %s here", r.Method, shared.Clip(r.URL.Path)))
 	})
 }
 
@@ -88,9 +89,9 @@ func refuse(what string) handler {
 }
 
 func (l *layer) fail(w http.ResponseWriter, r *http.Request, err error) {
-	f := translate(err)
-	if f.status >= http.StatusInternalServerError && f.status != http.StatusNotImplemented {
-		l.Log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.Path, "status", f.status, "err", err)
+	f := shared.Translate(err)
+	if f.Status >= http.StatusInternalServerError && f.Status != http.StatusNotImplemented {
+		l.Log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.Path, "status", f.Status, "err", err)
 	}
 	writeFailure(w, r, f)
 }
@@ -106,11 +107,11 @@ func readJSON(r *http.Request, into any) error {
 	case errors.As(err, new(*http.MaxBytesError)):
 		return err
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return failf(http.StatusRequestTimeout, "the body did not arrive within %v", bodyTime)
+		return shared.Failf(http.StatusRequestTimeout, "the body did not arrive within %v", shared.BodyTime)
 	case err != nil:
-		return failf(http.StatusBadRequest, "the body cannot be used: %s", strings.TrimPrefix(err.Error(), "json: "))
+		return shared.Failf(http.StatusBadRequest, "the body cannot be used: %s", strings.TrimPrefix(err.Error(), "json: "))
 	case d.More():
-		return failf(http.StatusBadRequest, "the body has more than one JSON value")
+		return shared.Failf(http.StatusBadRequest, "the body has more than one JSON value")
 	}
 	return nil
 }

@@ -4,13 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net/http"
-	"runtime/debug"
 	"slices"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	"github.com/coppice-dev/coppice/internal/sandboxhost"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -80,22 +79,12 @@ const (
 
 // ServeHTTP answers every request of the listener, also those that fail or panic, in E2B's form.
 func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	defer func() {
-		p := recover()
-		if p == nil {
-			return
-		}
-		if p == http.ErrAbortHandler { //nolint:errorlint,err113 // it is compared by identity, as net/http does
-			panic(p)
-		}
-		l.Log.ErrorContext(r.Context(), "request panicked", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
-		writeFailure(w, r, translate(errors.New("panic")))
-	}()
-	hurry(w, r)
+	defer shared.Recover(r, l.Log, func(f *shared.StatusError) { writeFailure(w, r, f) })
+	shared.Hurry(w, r)
 	h := w.Header()
 	h.Set("X-Content-Type-Options", "nosniff")
 	if !hostAllowed(r.Host, l.Domain) {
-		writeFailure(w, r, failf(http.StatusMisdirectedRequest, "this server does not serve the name %q", clip(r.Host)))
+		writeFailure(w, r, shared.Failf(http.StatusMisdirectedRequest, "this server does not serve the name %q", shared.Clip(r.Host)))
 		return
 	}
 	if allowOrigin(w, r) {
@@ -115,7 +104,7 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 // target finds the sandbox that a request is for: by the name of the host, or else by headers, or else by the token.
-func (l *layer) target(r *http.Request) (target, bool, *failure) {
+func (l *layer) target(r *http.Request) (target, bool, *shared.StatusError) {
 	if t, ok := sandboxhost.Decode(r.Host, l.Domain); ok {
 		return t, true, nil
 	}
@@ -130,7 +119,7 @@ func (l *layer) target(r *http.Request) (target, bool, *failure) {
 		return target{}, false, nil // some versions of the clients send the headers to the control plane, too
 	}
 	if !ok {
-		return target{}, false, failf(http.StatusBadRequest, "%s and %s do not name a port of a sandbox", headerSandbox, headerPort)
+		return target{}, false, shared.Failf(http.StatusBadRequest, "%s and %s do not name a port of a sandbox", headerSandbox, headerPort)
 	}
 	return t, true, nil
 }
@@ -165,26 +154,7 @@ func clean(header string) string {
 
 // client is a client of the REST API for one request.
 func (l *layer) client(token string) *coppice.Client {
-	c, err := coppice.New(coppice.Config{
-		Server: "http://coppice", Token: token, UserAgent: "coppice-e2b", Transport: transport{inprocess.Transport{Handler: l.API}},
-	})
-	if err != nil {
-		panic(err) // the address is constant
-	}
-	return c
-}
-
-// transport makes files go through the REST API: it answers that there is no pass for a direct way.
-type transport struct{ next http.RoundTripper }
-
-func (t transport) RoundTrip(r *http.Request) (*http.Response, error) {
-	if !strings.HasSuffix(r.URL.Path, "/files/pass") {
-		return t.next.RoundTrip(r)
-	}
-	return &http.Response{
-		StatusCode: http.StatusNotFound, Status: "404 Not Found", Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}, Request: r,
-		Body: io.NopCloser(strings.NewReader(`{"code":"ROUTE_NOT_FOUND","status":404}`)),
-	}, nil
+	return shared.Client(l.API, token, "coppice-e2b")
 }
 
 // caller returns the REST client of a request of the control plane.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -97,7 +98,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 		writeGone(w, t.ID)
 		return
 	case !ok:
-		l.refuseVisit(w, r, failf(http.StatusUnauthorized, "this sandbox needs its access token in %s", headerAccess))
+		l.refuseVisit(w, r, shared.Failf(http.StatusUnauthorized, "this sandbox needs its access token in %s", headerAccess))
 		return
 	}
 	leave, full := l.busy.enter(key)
@@ -120,11 +121,11 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 		writeGone(w, t.ID)
 		return
 	case err != nil:
-		l.refuseVisit(w, r, translate(err))
+		l.refuseVisit(w, r, shared.Translate(err))
 		return
 	}
 	l.issued.add(ws, key) // the workspace is one of the key's project
-	unhurry(w)
+	shared.Unhurry(w)
 	l.daemon.ServeHTTP(w, r.WithContext(context.WithValue(ctx, visitKey{}, v)))
 }
 
@@ -134,7 +135,7 @@ func running(ws coppice.Workspace) bool {
 }
 
 // refuseVisit writes an error: in Connect's form to a Connect request, and in E2B's form to others.
-func (l *layer) refuseVisit(w http.ResponseWriter, r *http.Request, f *failure) {
+func (l *layer) refuseVisit(w http.ResponseWriter, r *http.Request, f *shared.StatusError) {
 	if errs := connect.NewErrorWriter(); errs.IsSupported(r) {
 		_ = errs.Write(w, r, rpcError(r.Context(), f)) // the client may have gone
 		return
@@ -152,7 +153,7 @@ func (l *layer) checkLink(r *http.Request, ws coppice.WorkspaceID) (coppice.KeyI
 	if text := q.Get("signature_expiration"); text != "" {
 		var err error
 		if k.expires, err = strconv.ParseInt(text, 10, 64); err != nil || k.expires <= 0 {
-			return "", failf(http.StatusUnauthorized, "invalid signature")
+			return "", shared.Failf(http.StatusUnauthorized, "invalid signature")
 		}
 	}
 	for _, key := range l.issued.keys(ws) {
@@ -164,7 +165,7 @@ func (l *layer) checkLink(r *http.Request, ws coppice.WorkspaceID) (coppice.KeyI
 			return key, nil
 		}
 	}
-	return "", failf(http.StatusUnauthorized, "invalid signature")
+	return "", shared.Failf(http.StatusUnauthorized, "invalid signature")
 }
 
 // health answers that the sandbox runs: serveEnvd has checked this.
@@ -236,7 +237,7 @@ func (v visit) account(ctx context.Context) (account, error) {
 	}
 	u, ok := v.accounts(ctx)[v.user]
 	if !ok {
-		return u, failf(http.StatusUnauthorized, "invalid username: '%s'", clip(v.user))
+		return u, shared.Failf(http.StatusUnauthorized, "invalid username: '%s'", shared.Clip(v.user))
 	}
 	return u, nil
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -33,7 +34,7 @@ func uploadMetadata(h http.Header) (map[string]string, error) {
 		key = strings.ToLower(key)
 		size += len(key) + len(values[0])
 		if key == "" || len(key) > maxMetadataKey || size > maxMetadataBytes || len(values) != 1 {
-			return nil, failf(http.StatusBadRequest, "metadata: a key has 1 to %d characters and one value, and all of it at most %d bytes", maxMetadataKey, maxMetadataBytes)
+			return nil, shared.Failf(http.StatusBadRequest, "metadata: a key has 1 to %d characters and one value, and all of it at most %d bytes", maxMetadataKey, maxMetadataBytes)
 		}
 		out[key] = values[0]
 	}

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -38,7 +39,7 @@ func download(w http.ResponseWriter, r *http.Request) error {
 		return fileError(err, name)
 	}
 	if info.Type != coppice.FileTypeFile {
-		return failf(http.StatusBadRequest, "path '%s' is a directory or no regular file", name)
+		return shared.Failf(http.StatusBadRequest, "path '%s' is a directory or no regular file", name)
 	}
 	body, info, err := v.OpenFile(ctx, v.ws, name)
 	if err != nil {
@@ -84,7 +85,7 @@ func byteRange(header string, size int64) (from, to int64, partial bool, err err
 	if !ok || !dash || strings.Contains(spec, ",") {
 		return 0, size, false, nil
 	}
-	beyond := failf(http.StatusRequestedRangeNotSatisfiable, "the file has %d bytes", size)
+	beyond := shared.Failf(http.StatusRequestedRangeNotSatisfiable, "the file has %d bytes", size)
 	if first == "" { // the last bytes
 		n, ok := number(last)
 		if !ok {
@@ -137,7 +138,7 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 	q := r.URL.Query()
 	media, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
 	if err != nil {
-		return failf(http.StatusBadRequest, "Content-Type cannot be read")
+		return shared.Failf(http.StatusBadRequest, "Content-Type cannot be read")
 	}
 	body, err := unpack(r)
 	if err != nil {
@@ -146,12 +147,12 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 	out := []written{}
 	put := func(name string, from io.Reader) error {
 		if name == "" || len(name) > maxPath || strings.ContainsRune(name, 0) {
-			return failf(http.StatusBadRequest, "a file's path has 1 to %d bytes, and no NUL", maxPath)
+			return shared.Failf(http.StatusBadRequest, "a file's path has 1 to %d bytes, and no NUL", maxPath)
 		}
 		name = u.resolve(name)
 		from, err := whole(from)
 		if err != nil {
-			return failf(http.StatusBadRequest, "the file cannot be read: %s", clip(err.Error()))
+			return shared.Failf(http.StatusBadRequest, "the file cannot be read: %s", shared.Clip(err.Error()))
 		}
 		info, err := v.WriteFile(ctx, v.ws, name, from, u.writeOptions())
 		if err != nil {
@@ -169,7 +170,7 @@ func upload(w http.ResponseWriter, r *http.Request) error {
 	case "multipart/form-data":
 		err = eachFile(multipart.NewReader(body, params["boundary"]), q.Get("path"), put)
 	default:
-		err = failf(http.StatusBadRequest, "Content-Type must be multipart/form-data or application/octet-stream")
+		err = shared.Failf(http.StatusBadRequest, "Content-Type must be multipart/form-data or application/octet-stream")
 	}
 	if err != nil {
 		return err
@@ -208,11 +209,11 @@ func unpack(r *http.Request) (io.Reader, error) {
 	case "gzip":
 		z, err := gzip.NewReader(r.Body)
 		if err != nil {
-			return nil, failf(http.StatusBadRequest, "the body is not gzip")
+			return nil, shared.Failf(http.StatusBadRequest, "the body is not gzip")
 		}
 		return http.MaxBytesReader(nil, z, maxUnpacked), nil
 	}
-	return nil, failf(http.StatusUnsupportedMediaType, "Content-Encoding must be gzip or absent")
+	return nil, shared.Failf(http.StatusUnsupportedMediaType, "Content-Encoding must be gzip or absent")
 }
 
 // eachFile calls put for the files of a form, one after the other. The path of a request overrides the name of its only file.
@@ -223,18 +224,18 @@ func eachFile(form *multipart.Reader, only string, put func(name string, from io
 			return nil
 		}
 		if err != nil {
-			return failf(http.StatusBadRequest, "the form cannot be read: %s", clip(err.Error()))
+			return shared.Failf(http.StatusBadRequest, "the form cannot be read: %s", shared.Clip(err.Error()))
 		}
 		field, name := partName(part.Header.Get("Content-Disposition"))
 		if field != "file" {
 			n--
 			if _, err := io.CopyN(io.Discard, part, maxBody); !errors.Is(err, io.EOF) {
-				return failf(http.StatusBadRequest, "the form has a large field that is not a file")
+				return shared.Failf(http.StatusBadRequest, "the form has a large field that is not a file")
 			}
 			continue
 		}
 		if n >= maxUploadFiles || only != "" && n > 0 {
-			return failf(http.StatusBadRequest, "the form has too many files; at most %d, and with a path in the address only one", maxUploadFiles)
+			return shared.Failf(http.StatusBadRequest, "the form has too many files; at most %d, and with a path in the address only one", maxUploadFiles)
 		}
 		if only != "" {
 			name = only
@@ -257,7 +258,7 @@ func partName(disposition string) (field, file string) {
 // fileError gives errors of files the statuses that E2B's clients know.
 func fileError(err error, name string) error {
 	if errors.Is(err, coppice.CodeFileNotFound) {
-		return failf(http.StatusNotFound, "path '%s' does not exist", name)
+		return shared.Failf(http.StatusNotFound, "path '%s' does not exist", name)
 	}
 	return err
 }

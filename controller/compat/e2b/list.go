@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -26,7 +27,7 @@ func newPage(r *http.Request) (page, error) {
 	if text := rawQuery(r, "limit"); text != "" {
 		n, err := strconv.Atoi(text)
 		if err != nil || n < 1 {
-			return p, failf(http.StatusBadRequest, "limit: %q is not a number from 1 to %d", clip(text), maxPage)
+			return p, shared.Failf(http.StatusBadRequest, "limit: %q is not a number from 1 to %d", shared.Clip(text), maxPage)
 		}
 		p.limit = min(n, maxPage)
 	}
@@ -66,7 +67,7 @@ func newListFilter(r *http.Request) (f listFilter, err error) {
 	for _, value := range q["state"] {
 		for s := range strings.SplitSeq(value, ",") {
 			if s != stateRunning && s != statePaused {
-				return f, failf(http.StatusBadRequest, "state: %q is neither %s nor %s", clip(s), stateRunning, statePaused)
+				return f, shared.Failf(http.StatusBadRequest, "state: %q is neither %s nor %s", shared.Clip(s), stateRunning, statePaused)
 			}
 			f.states = append(f.states, s)
 		}
@@ -74,7 +75,7 @@ func newListFilter(r *http.Request) (f listFilter, err error) {
 	f.template = q.Get("template")
 	if text := q.Get("startedAfter"); text != "" {
 		if f.after, err = time.Parse(time.RFC3339, text); err != nil {
-			return f, failf(http.StatusBadRequest, "startedAfter: %q is not a time in RFC 3339", clip(text))
+			return f, shared.Failf(http.StatusBadRequest, "startedAfter: %q is not a time in RFC 3339", shared.Clip(text))
 		}
 	}
 	return f, nil
@@ -141,7 +142,7 @@ func listPaged(w http.ResponseWriter, r *http.Request, c call) error {
 		ascending = true
 		slices.Reverse(list)
 	default:
-		return failf(http.StatusBadRequest, "order: %q is neither asc nor desc", clip(order))
+		return shared.Failf(http.StatusBadRequest, "order: %q is neither asc nor desc", shared.Clip(order))
 	}
 	out := []listedView{}
 	for _, v := range list {

@@ -4,86 +4,42 @@ import (
 	"context"
 	"encoding/json"
 	"io"
-	"log/slog"
 	"maps"
 	"net/http"
-	"net/http/httptest"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/compat/e2b"
+	"github.com/coppice-dev/coppice/controller/controllertest"
 	"github.com/coppice-dev/coppice/controller/httpapi"
-	"github.com/coppice-dev/coppice/controller/internalapi"
-	"github.com/coppice-dev/coppice/controller/postgres"
-	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/internal/test/testpg"
-	"github.com/coppice-dev/coppice/migrations"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
-const (
-	firstKey     = "coppice-test-key-0123456789"
-	runnerSecret = "runner-secret"
-)
+const firstKey = controllertest.Key
 
 // world is the layer over a real REST API with a real database and a runner without machines.
 type world struct {
 	t       *testing.T
+	cell    *controllertest.Cell
 	url     string          // of the layer
 	rest    *coppice.Client // with the first key
-	api     string
 	control *controller.Controller
 	runner  *runnertest.Runner
 }
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	runner := runnertest.Start(t, runnertest.Config{Secret: runnerSecret})
-	store, err := postgres.Open(t.Context(), postgres.Config{DSN: testpg.New(t, migrations.Up)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(store.Close)
-	client := runnerclient.New(runnerSecret)
-	t.Cleanup(client.Close)
-	log := slog.New(slog.NewTextHandler(testLog{t}, nil))
-	key, err := masterkey.New(make([]byte, 32))
-	if err != nil {
-		t.Fatal(err)
-	}
-	trust, err := controller.OpenTrust(t.Context(), store, key, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	lots := controller.Rate{PerSecond: 1e6, Burst: 1e6}
-	rates := map[controller.RateClass]controller.Rate{controller.RateRead: lots, controller.RateWrite: lots, controller.RateExec: lots, controller.RateAdmin: lots}
-	control := controller.New(controller.Config{
-		ClusterID: "test", Trust: &trust, RunnerLease: time.Hour, LoopInterval: 50 * time.Millisecond, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second,
-		Bootstrap: controller.Bootstrap{Key: firstKey}, AllowAllEgress: true, Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: rates, Project: rates},
-	}, store, client, log)
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
-	done := make(chan error, 1)
-	go func() { done <- control.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Errorf("run: %v", err)
-		}
-	})
-	if _, err := control.Bootstrap(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	api := httpapi.New(control, log)
+	cell := controllertest.Start(t, func(c *controller.Config) { c.AllowAllEgress = true })
+	control := cell.Control
 	layer, err := e2b.New(e2b.Config{
-		API: api, Secret: []byte(strings.Repeat("s", 32)), Domain: "sandbox.example", LocalPorts: true, Log: log,
+		API: cell.API, Secret: []byte(strings.Repeat("s", 32)), Domain: "sandbox.example", LocalPorts: true, Log: controllertest.Log(t),
 		ActFor: func(ctx context.Context, key string) context.Context { return httpapi.ActFor(ctx, core.KeyID(key)) },
 		HoldKey: func(ctx context.Context, key string) (context.Context, context.CancelFunc, error) {
 			return httpapi.HoldKey(ctx, control, core.KeyID(key))
@@ -95,43 +51,7 @@ func newWorld(t *testing.T) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, url: serve(t, layer), api: serve(t, api), control: control, runner: runner}
-	internal, err := internalapi.New(control, runnerSecret, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := runner.Register(t.Context(), serve(t, internal), runnerSecret); err != nil {
-		t.Fatal(err)
-	}
-	w.rest = w.client(firstKey)
-	t.Cleanup(http.DefaultClient.CloseIdleConnections)
-	return w
-}
-
-func serve(t *testing.T, h http.Handler) string {
-	t.Helper()
-	s := httptest.NewServer(h)
-	t.Cleanup(s.Close)
-	return s.URL
-}
-
-func (w *world) client(key string) *coppice.Client {
-	w.t.Helper()
-	c, err := coppice.New(coppice.Config{Server: w.api, Token: key})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	w.t.Cleanup(c.Close)
-	return c
-}
-
-type testLog struct{ t *testing.T }
-
-func (l testLog) Write(b []byte) (int, error) {
-	if l.t.Context().Err() == nil {
-		l.t.Log(strings.TrimSpace(string(b)))
-	}
-	return len(b), nil
+	return &world{t: t, cell: cell, url: controllertest.Serve(t, layer), rest: cell.REST, control: control, runner: cell.Runner}
 }
 
 // ask is a request to the layer.

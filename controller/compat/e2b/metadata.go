@@ -8,6 +8,7 @@ import (
 	"net/url"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -40,7 +41,7 @@ func labelsOf(metadata map[string]string, template string) (coppice.Labels, erro
 	}
 	text := base64.RawURLEncoding.EncodeToString(raw)
 	if len(text) > partBytes*maxParts {
-		return nil, failf(400, "metadata has %d bytes as JSON; at most %d can be kept", len(raw), partBytes*maxParts*3/4)
+		return nil, shared.Failf(400, "metadata has %d bytes as JSON; at most %d can be kept", len(raw), partBytes*maxParts*3/4)
 	}
 	for i := 0; text != ""; i++ {
 		n := min(partBytes, len(text))
@@ -85,7 +86,7 @@ func metadataFilter(value string) (map[string]string, error) {
 	if value == "" {
 		return out, nil
 	}
-	bad := failf(400, "metadata: it is not a list of encoded key=value pairs")
+	bad := shared.Failf(400, "metadata: it is not a list of encoded key=value pairs")
 	once, err := url.QueryUnescape(value)
 	if err != nil {
 		return nil, bad

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -32,7 +33,7 @@ func takeSample(ctx context.Context, c *coppice.Client, ws coppice.WorkspaceID) 
 	}
 	s, ok := parseSample(res.Stdout)
 	if !ok {
-		return s, failf(http.StatusNotImplemented, "metrics: the image of this sandbox does not have sh, cat, df, tail, sed, sleep and head, or no /proc")
+		return s, shared.Failf(http.StatusNotImplemented, "metrics: the image of this sandbox does not have sh, cat, df, tail, sed, sleep and head, or no /proc")
 	}
 	s.at = time.Now()
 	return s, nil
@@ -115,7 +116,7 @@ func metrics(w http.ResponseWriter, r *http.Request, c call) error {
 	start, err1 := unixTime(rawQuery(r, "start"), time.Time{})
 	end, err2 := unixTime(rawQuery(r, "end"), now)
 	if err1 != nil || err2 != nil {
-		return failf(http.StatusBadRequest, "start and end are seconds since 1970")
+		return shared.Failf(http.StatusBadRequest, "start and end are seconds since 1970")
 	}
 	ws, err := c.workspace(r)
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	"github.com/coppice-dev/coppice/internal/relay"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -27,7 +28,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 		key, ok = l.tokens.check(purposeEnvd, ws, r.Header.Get(headerAccess))
 	}
 	if !ok {
-		writeFailure(w, r, failf(http.StatusForbidden, "this port needs the traffic token of its sandbox in %s", headerTraffic))
+		writeFailure(w, r, shared.Failf(http.StatusForbidden, "this port needs the traffic token of its sandbox in %s", headerTraffic))
 		return
 	}
 	leave, full := l.busy.enter(key)
@@ -54,7 +55,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 	ctx, release, err := l.HoldKey(ctx, key)
 	if err != nil {
 		l.Log.WarnContext(ctx, "the key of a request to a port was not held", "err", err)
-		writeFailure(w, r, failf(http.StatusServiceUnavailable, "the key of this token cannot be checked now; repeat the request later"))
+		writeFailure(w, r, shared.Failf(http.StatusServiceUnavailable, "the key of this token cannot be checked now; repeat the request later"))
 		return
 	}
 	defer release()
@@ -68,7 +69,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 		writeClosed(w, t)
 		return
 	}
-	unhurry(w)
+	shared.Unhurry(w)
 	l.proxy(address, ws, t).ServeHTTP(w, r)
 }
 

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -212,7 +213,7 @@ func seconds(given *int64, otherwise int64) (int64, error) {
 	}
 	const most = 365 * 24 * 3600
 	if s < 0 || s > most {
-		return 0, failf(http.StatusBadRequest, "timeout: %d is not between 0 and %d seconds", s, most)
+		return 0, shared.Failf(http.StatusBadRequest, "timeout: %d is not between 0 and %d seconds", s, most)
 	}
 	return max(s, 1), nil
 }
@@ -232,7 +233,7 @@ func (l *layer) create(timeout int64) handler {
 			q.TemplateID = defaultTemplate
 		}
 		if len(q.TemplateID) > maxTemplate {
-			return failf(http.StatusBadRequest, "templateID has more than %d characters", maxTemplate)
+			return shared.Failf(http.StatusBadRequest, "templateID has more than %d characters", maxTemplate)
 		}
 		if err := q.unsupported(); err != nil {
 			return err
@@ -309,7 +310,7 @@ func resume(w http.ResponseWriter, r *http.Request, c call) error {
 		return err
 	}
 	if !paused(ws) {
-		return failf(http.StatusConflict, "sandbox %q is not paused", c.sandbox)
+		return shared.Failf(http.StatusConflict, "sandbox %q is not paused", c.sandbox)
 	}
 	return connectSandbox(w, r, c)
 }
@@ -362,7 +363,7 @@ func setTimeout(w http.ResponseWriter, r *http.Request, c call) error {
 		return err
 	}
 	if q.Timeout == nil {
-		return failf(http.StatusBadRequest, "timeout is missing")
+		return shared.Failf(http.StatusBadRequest, "timeout is missing")
 	}
 	ttl, err := seconds(q.Timeout, 0)
 	if err != nil {
@@ -435,7 +436,7 @@ func pause(w http.ResponseWriter, r *http.Request, c call) error {
 		return err
 	}
 	if paused(ws) {
-		return failf(http.StatusConflict, "sandbox %q is already paused", c.sandbox)
+		return shared.Failf(http.StatusConflict, "sandbox %q is already paused", c.sandbox)
 	}
 	if _, err := c.SuspendWorkspace(r.Context(), ws.ID); err != nil {
 		return err

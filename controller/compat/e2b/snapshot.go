@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -15,7 +16,7 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 	if id, ok := checkpointID(n.template); ok {
 		return n.fork(r, c, id)
 	}
-	absent := failf(http.StatusNotFound, "template %q was not found: there is no image and no snapshot with this name", clip(n.template))
+	absent := shared.Failf(http.StatusNotFound, "template %q was not found: there is no image and no snapshot with this name", shared.Clip(n.template))
 	if !isSnapshotName(n.template) {
 		ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{
 			Image: n.template, TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, OnTTL: n.onTTL, AutoResume: n.autoResume,
@@ -39,13 +40,13 @@ func (n newSandbox) fork(r *http.Request, c call, id coppice.CheckpointID) (copp
 		TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, OnTTL: n.onTTL, AutoResume: n.autoResume, AllOrNothing: true,
 	})
 	if errors.Is(err, coppice.CodeCheckpointNotFound) {
-		return coppice.Workspace{}, failf(http.StatusNotFound, "template %q was not found", clip(n.template))
+		return coppice.Workspace{}, shared.Failf(http.StatusNotFound, "template %q was not found", shared.Clip(n.template))
 	}
 	if err != nil {
 		return coppice.Workspace{}, err
 	}
 	if len(result.Children) != 1 || result.Children[0].Workspace == nil {
-		return coppice.Workspace{}, failf(http.StatusInternalServerError, "the snapshot could not be started")
+		return coppice.Workspace{}, shared.Failf(http.StatusInternalServerError, "the snapshot could not be started")
 	}
 	return *result.Children[0].Workspace, nil
 }
@@ -109,7 +110,7 @@ func fork(w http.ResponseWriter, r *http.Request, c call) error {
 		count = *q.Count
 	}
 	if count < 1 || count > maxForks {
-		return failf(http.StatusBadRequest, "count: %d is not between 1 and %d", count, maxForks)
+		return shared.Failf(http.StatusBadRequest, "count: %d is not between 1 and %d", count, maxForks)
 	}
 	key, err := c.Self(r.Context())
 	if err != nil {
@@ -120,7 +121,7 @@ func fork(w http.ResponseWriter, r *http.Request, c call) error {
 		return err
 	}
 	if paused(ws) {
-		return failf(http.StatusConflict, "sandbox %q is paused; connect to it first", c.sandbox)
+		return shared.Failf(http.StatusConflict, "sandbox %q is paused; connect to it first", c.sandbox)
 	}
 	var ttl int64
 	if !ws.ExpiresAt.IsZero() {
@@ -187,14 +188,14 @@ func takeSnapshot(w http.ResponseWriter, r *http.Request, c call) error {
 	}
 	name, tag, tagged := strings.Cut(q.Name, ":")
 	if q.Name != "" && !legalName(name) || tagged && tag != defaultTag {
-		return failf(http.StatusBadRequest, "name: a snapshot's name has 1 to 63 lower-case letters, digits, hyphens and underscores, and no other tag than %q", defaultTag)
+		return shared.Failf(http.StatusBadRequest, "name: a snapshot's name has 1 to 63 lower-case letters, digits, hyphens and underscores, and no other tag than %q", defaultTag)
 	}
 	ws, err := c.workspace(r)
 	if err != nil {
 		return err
 	}
 	if paused(ws) {
-		return failf(http.StatusConflict, "sandbox %q is paused; connect to it first", c.sandbox)
+		return shared.Failf(http.StatusConflict, "sandbox %q is paused; connect to it first", c.sandbox)
 	}
 	req := coppice.CreateCheckpointRequest{Labels: coppice.Labels{labelSnapshot: snapshotMark}}
 	switch {
@@ -247,7 +248,7 @@ func listSnapshots(w http.ResponseWriter, r *http.Request, c call) error {
 
 func deleteSnapshot(w http.ResponseWriter, r *http.Request, c call) error {
 	name := r.PathValue("template")
-	absent := failf(http.StatusNotFound, "snapshot %q was not found", clip(name))
+	absent := shared.Failf(http.StatusNotFound, "snapshot %q was not found", shared.Clip(name))
 	id, ok := checkpointID(name)
 	if ok {
 		cp, err := c.Checkpoint(r.Context(), id)
@@ -291,7 +292,7 @@ func templateExists(w http.ResponseWriter, r *http.Request, c call) error {
 		found = found || image.Name == alias
 	}
 	if !found {
-		return failf(http.StatusNotFound, "template %q was not found", clip(alias))
+		return shared.Failf(http.StatusNotFound, "template %q was not found", shared.Clip(alias))
 	}
 	writeJSON(w, http.StatusOK, map[string]any{"templateID": alias, "public": false})
 	return nil

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -69,7 +70,7 @@ type link struct {
 }
 
 // errExpired has the words that clients look for.
-var errExpired = failf(401, "signature is already expired")
+var errExpired = shared.Failf(401, "signature is already expired")
 
 // verify reports whether a link was signed with the token. It reports an expiry only for such a link.
 func (l link) verify(token string, now time.Time) (bool, error) {

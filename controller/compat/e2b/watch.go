@@ -11,6 +11,7 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -193,7 +194,7 @@ func (v visit) watcher(ctx context.Context, id string) (w coppice.Watch, entries
 			return w, entries, nil
 		}
 	}
-	return w, false, connect.NewError(connect.CodeNotFound, fmt.Errorf("watcher with id %s not found", clip(id)))
+	return w, false, connect.NewError(connect.CodeNotFound, fmt.Errorf("watcher with id %s not found", shared.Clip(id)))
 }
 
 // RemoveWatcher ends a watch.

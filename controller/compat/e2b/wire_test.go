@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/sandboxhost"
 )
 
@@ -348,7 +349,7 @@ func TestBodiesHaveATime(t *testing.T) {
 	t.Parallel()
 	l := &layer{}
 	l.control = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		r.Body = hurriedBody{r.Body, w}
+		r.Body = shared.HurriedBody{ReadCloser: r.Body, Writer: w}
 		if err := readJSON(r, new(map[string]any)); err != nil {
 			t.Error(err)
 		}
@@ -357,7 +358,7 @@ func TestBodiesHaveATime(t *testing.T) {
 	w := &deadlines{ResponseWriter: httptest.NewRecorder()}
 	r := httptest.NewRequest(http.MethodPost, "http://127.0.0.1/sandboxes", strings.NewReader("{}"))
 	l.ServeHTTP(w, r)
-	if len(w.set) < 2 || w.set[0].Before(began.Add(bodyTime)) || !w.set[len(w.set)-1].IsZero() {
+	if len(w.set) < 2 || w.set[0].Before(began.Add(shared.BodyTime)) || !w.set[len(w.set)-1].IsZero() {
 		t.Errorf("%v", w.set)
 	}
 	w.set = nil

@@ -229,21 +229,26 @@ func (t *Tx) Keys(ctx context.Context, project core.ProjectID, p controller.Page
 }
 
 // RevokeKey goes down from a key as often as it finds something to revoke: a child that was being made at the time holds
-// its parent's row until it can be seen.
+// its parent's row until it can be seen. So does a preview that was being opened. The signed previews of the keys end.
 func (t *Tx) RevokeKey(ctx context.Context, id core.KeyID) error {
-	for {
-		n, err := t.Exec(ctx, `
-			WITH RECURSIVE below AS (
+	const below = `WITH RECURSIVE below AS (
 				SELECT id FROM api_keys WHERE id = @id
 				UNION SELECT k.id FROM api_keys k JOIN below ON k.parent_id = below.id
-			), ended AS (
+			)`
+	for {
+		n, err := t.Exec(ctx, below+`, ended AS (
 				UPDATE api_keys SET revoked_at = now() WHERE id IN (SELECT id FROM below) AND revoked_at IS NULL RETURNING id
 			)
 			SELECT pg_notify(@channel, id) FROM ended`, pgtx.Args{"id": id, "channel": KeyChannel})
-		if err != nil || n == 0 {
+		if err != nil {
 			return err
 		}
+		if n == 0 {
+			break
+		}
 	}
+	_, err := t.Exec(ctx, below+` DELETE FROM ports WHERE visibility = 'signed' AND key_id IN (SELECT id FROM below)`, pgtx.Args{"id": id})
+	return err
 }
 
 // EndedKeys says which of the keys are not valid any more.

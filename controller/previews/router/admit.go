@@ -2,11 +2,12 @@ package router
 
 import (
 	"context"
-	"errors"
-	"io"
 	"net/http"
+	"net/netip"
 	"net/url"
+	"slices"
 	"strings"
+	"time"
 
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/previews"
@@ -33,6 +34,49 @@ const (
 	maxCookies    = 4    // cookies with the name of ours that are judged
 )
 
+// tooManyError refuses a request before anything is read.
+type tooManyError struct{ wait time.Duration }
+
+func (e *tooManyError) Error() string {
+	return "an address has made too many requests that were refused"
+}
+
+// outage reports whether a request could not be judged.
+func outage(err error) bool {
+	c := core.CategoryOf(err)
+	return c == core.Unavailable || c == core.Internal
+}
+
+// find finds the preview of a request and judges its credentials. What was found a moment ago lets a request in, but keeps out only those
+// for a name without a preview: a link may be newer. Before the database is asked, the request counts as one that is refused, until it is let in. It
+// does not count if it could not be judged.
+func (r *Router) find(q *http.Request, t sandboxhost.Target, from netip.Addr) (previews.Preview, way, model.Key, error) {
+	p, known, err := r.cfg.Previews.Recent(t)
+	if err != nil { // it counts as every refusal does: a difference would say that there is a preview
+		if wait := r.charge(from); wait > 0 {
+			err = &tooManyError{wait}
+		}
+		return p, 0, model.Key{}, err
+	}
+	if known && (p.Visibility != model.VisibilityPrivate || r.cfg.Keys.Known(q.Header.Get(headerKey))) {
+		if how, key, err := r.admit(q, p); err == nil {
+			return p, how, key, nil
+		}
+	}
+	if wait := r.charge(from); wait > 0 {
+		return p, 0, model.Key{}, &tooManyError{wait}
+	}
+	var how way
+	var key model.Key
+	if p, err = r.cfg.Previews.Lookup(q.Context(), t); err == nil {
+		how, key, err = r.admit(q, p)
+	}
+	if q.Context().Err() == nil && (err == nil || outage(err)) {
+		r.strangers.GiveBack(time.Now(), from)
+	}
+	return p, how, key, err
+}
+
 // admit judges the credentials of a request. Every refusal is the error of an absent preview.
 func (r *Router) admit(q *http.Request, p previews.Preview) (way, model.Key, error) {
 	switch p.Visibility {
@@ -55,7 +99,17 @@ func (r *Router) key(ctx context.Context, q *http.Request, project core.ProjectI
 	if secret == "" || len(secret) > maxCredential {
 		return model.Key{}, previews.Absent()
 	}
+	if !r.cfg.Keys.Known(secret) { // it is read from the database
+		leave, err := r.cfg.Previews.Queue(ctx)
+		if err != nil {
+			return model.Key{}, err
+		}
+		defer leave()
+	}
 	key, err := r.cfg.Keys.Authenticate(ctx, secret)
+	if outage(err) {
+		return model.Key{}, err
+	}
 	if err != nil || key.ProjectID != project || core.MissingScope(key.Scopes, core.ScopeWorkspaceExec) != "" {
 		return model.Key{}, previews.Absent()
 	}
@@ -110,22 +164,26 @@ func navigates(q *http.Request) bool {
 }
 
 // fromOwnPage reports whether a browser may use the cookie for a request. Pages of other sandboxes are of the same site, so SameSite does
-// not keep them out. They may link to a preview, and nothing else.
+// not keep them out. They may link to a preview, and nothing else. Browsers that do not say where a request comes from cannot use the cookie.
 func fromOwnPage(q *http.Request) bool {
 	if origin := q.Header.Get("Origin"); origin != "" {
 		u, err := url.Parse(origin)
 		return err == nil && (u.Scheme == "http" || u.Scheme == "https") && strings.EqualFold(u.Host, q.Host)
 	}
 	switch q.Header.Get("Sec-Fetch-Site") {
-	case "same-origin", "none", "":
+	case "same-origin", "none":
 		return true
 	}
 	return navigates(q) && q.Header.Get("Sec-Fetch-Dest") == "document"
 }
 
-// keepToken moves a token from the URL into a cookie.
+// keepToken moves a token from the URL into a cookie. The browser forgets what it keeps of an earlier state of the workspace, whose token was
+// another: pages in its cache, and storage with service workers. Cookies stay, since browsers would clear those of all sandboxes.
 func keepToken(w http.ResponseWriter, q *http.Request) {
 	token, rest := splitToken(q.URL.RawQuery)
+	if !slices.ContainsFunc(q.CookiesNamed(cookie), func(c *http.Cookie) bool { return c.Value == token }) {
+		w.Header().Set("Clear-Site-Data", `"cache", "storage"`)
+	}
 	http.SetCookie(w, &http.Cookie{Name: cookie, Value: token, Path: "/", Secure: true, HttpOnly: true, SameSite: http.SameSiteLaxMode})
 	h := w.Header()
 	h.Set("Referrer-Policy", "no-referrer")
@@ -162,26 +220,12 @@ func hide(out *http.Request, query string) {
 	}
 }
 
-// upgraded is the guest's end of a connection that has changed its protocol. When the guest closes it, the client's end is closed as well.
-type upgraded struct{ io.ReadWriteCloser }
-
-// Read returns an error at the end, which a reverse proxy does not take for the end of one direction.
-func (u upgraded) Read(b []byte) (int, error) {
-	n, err := u.ReadWriteCloser.Read(b)
-	if errors.Is(err, io.EOF) {
-		err = io.ErrUnexpectedEOF
-	}
-	return n, err
-}
-
 // reduce limits an answer of a guest to its own host.
 func reduce(res *http.Response, host string) error {
-	if stream, ok := res.Body.(io.ReadWriteCloser); ok && res.StatusCode == http.StatusSwitchingProtocols {
-		res.Body = upgraded{stream}
-	}
 	h := res.Header
-	h.Del("Clear-Site-Data") // it would clear the cookies of all sandboxes
-	h.Del("Alt-Svc")         // it would lead browsers past this router
+	h.Add("Vary", "Service-Worker") // or a script that is in the browser's cache could become a service worker without a request
+	h.Del("Clear-Site-Data")        // it would clear the cookies of all sandboxes
+	h.Del("Alt-Svc")                // it would lead browsers past this router
 	lines := h.Values("Set-Cookie")
 	h.Del("Set-Cookie")
 	for _, line := range lines {

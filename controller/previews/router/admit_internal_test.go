@@ -6,6 +6,7 @@ import (
 	"maps"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"strings"
 	"testing"
 
@@ -26,6 +27,10 @@ func (j *judge) Token(previews.Preview, string) bool {
 	j.asked++
 	return false
 }
+
+func (j *judge) Known(string) bool { return false }
+
+func (j *judge) Queue(context.Context) (func(), error) { return func() {}, nil }
 
 func (j *judge) Authenticate(context.Context, string) (model.Key, error) {
 	j.asked++
@@ -67,33 +72,42 @@ func TestCredentials(t *testing.T) {
 	}
 }
 
-// TestPlaces: one workspace, one project, and all projects together have so many requests at the same time. A request that has ended makes room.
+// TestPlaces: one workspace, one project, and all projects together have so many requests at the same time, and one visitor has a part of
+// each. A request that has ended makes room.
 func TestPlaces(t *testing.T) {
 	t.Parallel()
 	const ofWorkspace, ofProject, ofAll = 128, 512, 4096 // the bounds, not as the code has them
 	for name, c := range map[string]struct {
-		workspaces, projects, bound int // how many share the requests
+		workspaces, projects, visitors, bound int // how many share the requests
 	}{
-		"a workspace": {1, 1, ofWorkspace}, "a project": {ofProject, 1, ofProject}, "a controller": {ofAll, 100, ofAll},
+		"a workspace": {1, 1, 99, ofWorkspace}, "a project": {ofProject, 1, 99, ofProject}, "a controller": {ofAll, 100, 99, ofAll},
+		"a visitor of a workspace": {1, 1, 1, ofWorkspace / 2}, "a visitor of a project": {ofProject, 1, 1, ofProject / 2}, "a visitor": {ofAll, 100, 1, ofAll / 4},
 	} {
 		p := places{open: map[*visit]struct{}{}}
-		enter := func(i int) (func(), bool) {
-			return p.enter(&visit{preview: previews.Preview{Port: model.Port{
+		enter := func(i int, from byte) (func(), bool) {
+			return p.enter(&visit{visitor: visitor(netip.AddrFrom4([4]byte{10, 0, 0, from})), preview: previews.Preview{Port: model.Port{
 				WorkspaceID: core.WorkspaceID(fmt.Sprint("ws", i%c.workspaces)), ProjectID: core.ProjectID(fmt.Sprint("pr", i%c.projects)),
 			}}})
 		}
 		leaves := make([]func(), c.bound)
 		for i := range leaves {
 			var full bool
-			if leaves[i], full = enter(i); full {
+			if leaves[i], full = enter(i, byte(i%c.visitors)); full {
 				t.Fatalf("%s: it is full after %d requests, want %d", name, i, c.bound)
 			}
 		}
-		if _, full := enter(c.bound); !full {
+		if _, full := enter(c.bound, 0); !full {
 			t.Errorf("%s: there is room for more than %d requests", name, c.bound)
 		}
+		leave, full := enter(0, 200)
+		if full != (c.visitors > 1) {
+			t.Errorf("%s: it is full for another visitor: %v", name, full)
+		}
+		if !full {
+			leave()
+		}
 		leaves[0]()
-		again, full := enter(0)
+		again, full := enter(0, 0)
 		if full {
 			t.Fatalf("%s: the end of a request makes no room", name)
 		}

@@ -5,6 +5,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -13,41 +14,73 @@ import (
 	"github.com/coppice-dev/coppice/internal/sandboxhost"
 )
 
-// The bounds of requests to previews at the same time, streams among them.
+// The bounds of requests to previews at the same time, streams among them. One visitor gets half of what a workspace or a project has, and a
+// quarter of what there is.
 const (
 	maxOfWorkspace = 128
 	maxOfProject   = 512
 	maxOfAll       = 4096
+
+	maxOfVisitor            = maxOfAll / 4
+	maxOfVisitorOfWorkspace = maxOfWorkspace / 2
+	maxOfVisitorOfProject   = maxOfProject / 2
 )
 
 // places are the requests that are served now.
 type places struct {
 	mu   sync.Mutex // guards what follows
 	open map[*visit]struct{}
-	of   map[any]int // requests of a workspace or of a project, by its id
+	of   map[any]int // requests of a share, by what has it
+}
+
+// The shares of a visitor.
+type (
+	ofWorkspace struct {
+		visitor   netip.Prefix
+		workspace core.WorkspaceID
+	}
+	ofProject struct {
+		visitor netip.Prefix
+		project core.ProjectID
+	}
+)
+
+// shares are what a request takes a place of, and how many places each has.
+func (v *visit) shares() map[any]int {
+	workspace, project := v.preview.WorkspaceID, v.preview.ProjectID
+	return map[any]int{
+		workspace: maxOfWorkspace, project: maxOfProject, v.visitor: maxOfVisitor,
+		ofWorkspace{v.visitor, workspace}: maxOfVisitorOfWorkspace, ofProject{v.visitor, project}: maxOfVisitorOfProject,
+	}
 }
 
 // enter counts a request, unless there are too many. leave must be called at its end.
 func (p *places) enter(v *visit) (leave func(), full bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	workspace, project := v.preview.WorkspaceID, v.preview.ProjectID
-	if len(p.open) >= maxOfAll || p.of[workspace] >= maxOfWorkspace || p.of[project] >= maxOfProject {
+	shares := v.shares()
+	if len(p.open) >= maxOfAll {
 		return nil, true
+	}
+	for share, most := range shares {
+		if p.of[share] >= most {
+			return nil, true
+		}
 	}
 	if p.of == nil {
 		p.of = map[any]int{}
 	}
 	p.open[v] = struct{}{}
-	p.of[workspace]++
-	p.of[project]++
+	for share := range shares {
+		p.of[share]++
+	}
 	return func() {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		delete(p.open, v)
-		for _, id := range []any{workspace, project} {
-			if p.of[id]--; p.of[id] == 0 {
-				delete(p.of, id)
+		for share := range shares {
+			if p.of[share]--; p.of[share] == 0 {
+				delete(p.of, share)
 			}
 		}
 	}, false
@@ -60,14 +93,22 @@ func (p *places) reached(v *visit, up previews.Upstream) {
 	v.upstream, v.preview.Epoch = up, up.Epoch() // a resume has begun another epoch
 }
 
-// since returns copies of the requests that began before a time.
-func (p *places) since(before time.Time) map[sandboxhost.Target][]visit {
+// look is what a request is at one moment.
+type look struct {
+	preview  previews.Preview
+	upstream previews.Upstream
+	end      context.CancelFunc
+	moves    bool // it was in use since the last look
+}
+
+// since looks at the requests that began before a time.
+func (p *places) since(before time.Time) map[sandboxhost.Target][]look {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	out := map[sandboxhost.Target][]visit{}
+	out := map[sandboxhost.Target][]look{}
 	for v := range p.open {
 		if v.since.Before(before) {
-			out[v.target] = append(out[v.target], *v)
+			out[v.target] = append(out[v.target], look{v.preview, v.upstream, v.end, v.traffic.moves()})
 		}
 	}
 	return out

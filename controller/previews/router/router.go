@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httputil"
+	"net/netip"
 	"net/url"
 	"runtime/debug"
 	"strconv"
@@ -17,6 +18,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/openlimit"
 	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/relay"
@@ -25,6 +27,12 @@ import (
 
 // Previews finds previews, judges their tokens and reaches their guests.
 type Previews interface {
+	// Recent returns what was found for a name a moment ago: a preview, or that there is none. It does not read the database.
+	Recent(t sandboxhost.Target) (p previews.Preview, known bool, err error)
+	// Lookup is Find for a request that was not let in yet.
+	Lookup(ctx context.Context, t sandboxhost.Target) (previews.Preview, error)
+	// Queue waits until another read may begin for such a request. leave must be called after the read.
+	Queue(ctx context.Context) (leave func(), err error)
 	Find(ctx context.Context, t sandboxhost.Target) (previews.Preview, error)
 	Token(p previews.Preview, token string) bool
 	Reach(ctx context.Context, p previews.Preview) (previews.Upstream, error)
@@ -34,30 +42,32 @@ type Previews interface {
 // Keys judges API keys.
 type Keys interface {
 	Authenticate(ctx context.Context, secret string) (model.Key, error)
+	// Known reports whether a secret was that of a valid key a moment ago.
+	Known(secret string) bool
 	// WithKey returns a context that ends with the key, and a function that must be called when the work is done.
 	WithKey(ctx context.Context, key model.Key) (context.Context, context.CancelFunc)
 }
 
-// Config says what a router works with. Every field is required.
+// Config says what a router works with. Every field but Proxies is required.
 type Config struct {
 	Previews Previews
 	Keys     Keys
-	// Refused counts a request of an address that was refused. The error says that the address has made too many.
-	Refused func(address string) error
-	Domain  string // the wildcard name
-	Log     *slog.Logger
+	Domain   string         // the wildcard name
+	Proxies  []netip.Prefix // that may say by X-Forwarded-For who the client is
+	Log      *slog.Logger
 }
 
 // Router is a handler. Run must run beside it.
 type Router struct {
-	cfg    Config
-	pool   pool
-	places places
+	cfg       Config
+	pool      pool
+	places    places
+	strangers *openlimit.Tree
 }
 
 // New makes a router.
 func New(cfg Config) *Router {
-	return &Router{cfg: cfg, places: places{open: map[*visit]struct{}{}}}
+	return &Router{cfg: cfg, places: places{open: map[*visit]struct{}{}}, strangers: openlimit.New(strangersPerSecond, strangersBurst)}
 }
 
 // The headers of this router. None of them reaches a guest.
@@ -74,8 +84,10 @@ type visit struct {
 	preview  previews.Preview
 	upstream previews.Upstream
 	target   sandboxhost.Target
+	visitor  netip.Prefix
 	end      context.CancelFunc
 	since    time.Time
+	traffic  traffic
 }
 
 // ServeHTTP serves a request.
@@ -100,12 +112,12 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		writeText(w, http.StatusBadRequest, "the request cannot be forwarded")
 		return
 	}
-	p, err := r.cfg.Previews.Find(q.Context(), t)
-	if err != nil {
-		r.refuse(w, q, t, err)
+	if q.Header.Get("Service-Worker") != "" {
+		writeText(w, http.StatusForbidden, "previews have no service workers: one would outlive the workspace's state that it came from")
 		return
 	}
-	how, key, err := r.admit(q, p)
+	from := r.client(q)
+	p, how, key, err := r.find(q, t, from)
 	if err != nil {
 		r.refuse(w, q, t, err)
 		return
@@ -126,11 +138,11 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		ctx, release = r.cfg.Keys.WithKey(ctx, key)
 		defer release()
 	}
-	v := &visit{preview: p, target: t, end: end, since: time.Now()}
+	v := &visit{preview: p, target: t, visitor: visitor(from), end: end, since: time.Now()}
 	leave, full := r.places.enter(v)
 	if full {
 		w.Header().Set("Retry-After", "1")
-		writeText(w, http.StatusTooManyRequests, "this workspace, or its project, has too many requests to its previews at the same time")
+		writeText(w, http.StatusTooManyRequests, "this workspace, its project or your address has too many requests to previews at the same time")
 		return
 	}
 	defer leave()
@@ -150,7 +162,7 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		}
 	}
 	r.places.reached(v, up)
-	r.forward(w, q.WithContext(ctx), t, up)
+	r.forward(w, q.WithContext(ctx), v)
 }
 
 // target finds the preview that a request is for: by the name of the host, or by E2B's headers where the host is this server.
@@ -186,40 +198,54 @@ func (r *Router) unreachable(w http.ResponseWriter, q *http.Request, t sandboxho
 	writeAbsent(w, q, t)
 }
 
-// refuse gives one answer to every request that does not get in: to a preview that does not exist and to one of somebody else.
+// refuse gives one answer to every request that does not get in: to a preview that does not exist and to one of somebody else. Its other
+// answers depend on nothing but the address and the state of this server.
 func (r *Router) refuse(w http.ResponseWriter, q *http.Request, t sandboxhost.Target, err error) {
-	if core.CategoryOf(err) == core.Unavailable || core.CategoryOf(err) == core.Internal {
-		r.cfg.Log.WarnContext(q.Context(), "a request to a preview could not be checked", "err", err)
+	if q.Context().Err() != nil {
+		return
 	}
-	if limited := r.cfg.Refused(q.RemoteAddr); limited != nil {
-		w.Header().Set("Retry-After", "1")
+	if early, ok := errors.AsType[*tooManyError](err); ok {
+		w.Header().Set("Retry-After", strconv.Itoa(max(1, int(early.wait.Seconds()))))
 		writeText(w, http.StatusTooManyRequests, "this address has made too many requests that were refused; repeat the request later")
+		return
+	}
+	if outage(err) {
+		r.cfg.Log.WarnContext(q.Context(), "a request to a preview could not be checked", "err", err)
+		w.Header().Set("Retry-After", "1")
+		writeText(w, http.StatusServiceUnavailable, "the request cannot be checked now; repeat it later")
 		return
 	}
 	writeAbsent(w, q, t)
 }
 
 // forward carries an admitted request to the guest.
-func (r *Router) forward(w http.ResponseWriter, q *http.Request, t sandboxhost.Target, up previews.Upstream) {
-	transport, release := r.pool.take(up)
+func (r *Router) forward(w http.ResponseWriter, q *http.Request, v *visit) {
+	transport, release := r.pool.take(v.upstream)
 	defer release()
+	q.Body = v.traffic.ofBody(q.Body)
 	proxy := &httputil.ReverseProxy{
 		Transport:     relay.Final(transport),
 		FlushInterval: -1,
 		ErrorLog:      slog.NewLogLogger(r.cfg.Log.Handler(), slog.LevelDebug),
 		Rewrite: func(p *httputil.ProxyRequest) {
-			p.SetURL(&url.URL{Scheme: "http", Host: "guest:" + strconv.Itoa(up.Port)})
+			p.SetURL(&url.URL{Scheme: "http", Host: "guest:" + strconv.Itoa(v.target.Port)})
 			p.Out.Host = p.In.Host
 			p.SetXForwarded()
+			if from := r.client(p.In); from.IsValid() {
+				p.Out.Header.Set("X-Forwarded-For", from.String())
+			}
 			hide(p.Out, p.In.URL.RawQuery)
 		},
-		ModifyResponse: func(res *http.Response) error { return reduce(res, sandboxhost.Name(q.Host)) },
+		ModifyResponse: func(res *http.Response) error {
+			v.traffic.ofAnswer(res)
+			return reduce(res, sandboxhost.Name(q.Host))
+		},
 		ErrorHandler: func(w http.ResponseWriter, q *http.Request, err error) {
 			if errors.Is(err, context.Canceled) && q.Context().Err() != nil {
 				panic(http.ErrAbortHandler)
 			}
-			r.cfg.Log.DebugContext(q.Context(), "a request to a preview has failed", "workspace", t.ID, "port", t.Port, "err", err)
-			writeClosed(w, q, t)
+			r.cfg.Log.DebugContext(q.Context(), "a request to a preview has failed", "workspace", v.target.ID, "port", v.target.Port, "err", err)
+			writeClosed(w, q, v.target)
 		},
 	}
 	proxy.ServeHTTP(w, q)
@@ -240,6 +266,7 @@ func (r *Router) Run(ctx context.Context) error {
 		case <-tick.C:
 			r.check(ctx, time.Now().Add(-recheck))
 			r.pool.prune()
+			r.strangers.Sweep(time.Now())
 		}
 	}
 }
@@ -255,7 +282,7 @@ func (r *Router) check(ctx context.Context, before time.Time) {
 			switch {
 			case core.CategoryOf(err) == core.NotFound, err == nil && (p.ID != v.preview.ID || v.upstream.Sandbox != "" && p.Epoch != v.preview.Epoch): // without a sandbox it waits for a resume
 				v.end()
-			case err == nil && v.upstream.Sandbox != "":
+			case err == nil && v.upstream.Sandbox != "" && v.moves:
 				r.cfg.Previews.Used(v.upstream)
 			}
 		}

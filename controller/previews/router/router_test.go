@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/cookiejar"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -194,7 +195,7 @@ func TestPrivate(t *testing.T) {
 	}
 	// A key that may only read sees the URL of a signed preview without its token.
 	w.preview(ws.ID, 4000, coppice.VisibilitySigned)
-	list, err := w.sdk(key(own, coppice.ScopeWorkspaceRead)).Ports(t.Context(), ws.ID)
+	list, err := w.cell.Client(w.T, key(own, coppice.ScopeWorkspaceRead)).Ports(t.Context(), ws.ID)
 	if err != nil || len(list) != 2 || strings.Contains(list[1].URL, "?") {
 		t.Errorf("%+v, %v", list, err)
 	}
@@ -226,10 +227,16 @@ func TestBrowser(t *testing.T) {
 	if a.status != http.StatusSeeOther || a.header.Get("Location") != "/?q=1" || a.header.Get("Referrer-Policy") != "no-referrer" {
 		t.Fatalf("%+v", a)
 	}
+	if got := a.header.Get("Clear-Site-Data"); got != `"cache", "storage"` {
+		t.Errorf("at the first link the browser clears %q", got)
+	}
+	if again := w.get(browser, p.URL, "Accept", "text/html"); again.status != http.StatusSeeOther || again.header.Get("Clear-Site-Data") != "" {
+		t.Errorf("the same link again: %+v", again)
+	}
 	if c := a.header.Get("Set-Cookie"); !strings.HasPrefix(c, "__Host-coppice-preview=") || !strings.HasSuffix(c, "; Path=/; HttpOnly; Secure; SameSite=Lax") {
 		t.Errorf("the cookie is %q", c)
 	}
-	a = w.get(browser, base, "Cookie", "own=1")
+	a = w.get(browser, base, "Cookie", "own=1", "Sec-Fetch-Site", "same-origin")
 	w.want("with the cookie", a, http.StatusOK, "cookies own=1")
 	if strings.Contains(a.body, "coppice") {
 		t.Errorf("the guest gets %q", a.body)
@@ -244,6 +251,7 @@ func TestBrowser(t *testing.T) {
 		t.Errorf("it leads to %q", a.header.Get("Location"))
 	}
 	for name, header := range map[string][]string{
+		"a browser that does not say":       {},
 		"a request of a sibling's page":     {"Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "cors", "Sec-Fetch-Dest", "empty"},
 		"a form of a sibling's page":        {"Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document", "Origin", "https://4000-x." + domain},
 		"a frame of a sibling's page":       {"Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "iframe"},
@@ -256,6 +264,77 @@ func TestBrowser(t *testing.T) {
 	}
 	w.want("a link", w.get(browser, base, "Sec-Fetch-Site", "cross-site", "Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "document"), http.StatusOK, "cookies")
 	w.want("its own page", w.get(browser, base, "Sec-Fetch-Site", "same-origin", "Origin", strings.TrimSuffix(base, "/")), http.StatusOK, "cookies")
+}
+
+// TestServiceWorkers: no script becomes a service worker, which would outlive the state of the workspace that it came from. The browser cannot take
+// one from its cache either.
+func TestServiceWorkers(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create(w.rest)
+	w.listen(ws.ID, 3000, w.guest(func(rw http.ResponseWriter, _ *http.Request) {
+		rw.Header().Set("Vary", "Accept")
+		_, _ = io.WriteString(rw, "script")
+	}))
+	p := w.preview(ws.ID, 3000, coppice.VisibilityPublic)
+	w.want("for a service worker", w.get(w.client, p.URL+"sw.js", "Service-Worker", "script"), http.StatusForbidden, "service workers")
+	a := w.get(w.client, p.URL+"sw.js")
+	w.want("for a page", a, http.StatusOK, "script")
+	if got := a.header.Values("Vary"); !slices.Equal(got, []string{"Accept", "Service-Worker"}) {
+		t.Errorf("it varies by %q", got)
+	}
+}
+
+// TestRevokedKey: the signed links that were made with a key, and those that forks have inherited, end with the key. Other previews stay.
+func TestRevokedKey(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create(w.rest)
+	guest := w.guest(func(rw http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(rw, "hello") })
+	key, err := w.rest.CreateKey(t.Context(), coppice.ProjectID(w.project()), coppice.CreateKeyRequest{
+		Name: "visitor", Scopes: []coppice.KeyScope{coppice.ScopeWorkspaceCreate, coppice.ScopeWorkspaceExec}, TTLSeconds: 3600,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	theirs := w.cell.Client(w.T, key.Secret)
+	open := func(c *coppice.Client, port int, v coppice.Visibility, ttl int64) coppice.Port {
+		t.Helper()
+		w.listen(ws.ID, port, guest)
+		p, err := c.CreatePort(t.Context(), ws.ID, coppice.CreatePortRequest{GuestPort: port, Visibility: v, TTLSeconds: ttl})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.want("before", w.get(w.client, p.URL, "Coppice-Key", firstKey), http.StatusOK, "hello")
+		return p
+	}
+	dead := open(theirs, 3000, coppice.VisibilitySigned, 7200)
+	if dead.ExpiresAt.IsZero() || dead.ExpiresAt.After(key.Key.ExpiresAt) {
+		t.Errorf("the link ends at %s, and its key at %s", dead.ExpiresAt, key.Key.ExpiresAt)
+	}
+	stay := []coppice.Port{
+		open(theirs, 3001, coppice.VisibilityPrivate, 0), open(theirs, 3002, coppice.VisibilityPublic, 0), open(w.rest, 3003, coppice.VisibilitySigned, 0),
+	}
+	f, err := w.rest.ForkWorkspace(t.Context(), ws.ID, coppice.ForkWorkspaceRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	child := f.Children[0]
+	if len(child.Previews) != 3 {
+		t.Fatalf("the fork has %+v", child.Previews)
+	}
+	if err := w.rest.RevokeKey(t.Context(), key.Key.ID); err != nil {
+		t.Fatal(err)
+	}
+	eventually.True(t, "its link is dead", func() bool { return w.get(w.client, dead.URL).status == http.StatusBadGateway })
+	for _, p := range stay {
+		w.want("another preview", w.get(w.client, p.URL, "Coppice-Key", firstKey), http.StatusOK, "hello")
+	}
+	for id, want := range map[coppice.WorkspaceID]int{ws.ID: 3, child.Workspace.ID: 2} {
+		if list, err := w.rest.Ports(t.Context(), id); err != nil || len(list) != want {
+			t.Errorf("%s has %+v, %v", id, list, err)
+		}
+	}
 }
 
 // TestStreams: WebSockets and server-sent events go both ways at once, and end with the preview and with the sandbox.
@@ -335,7 +414,7 @@ func TestStreams(t *testing.T) {
 	}
 }
 
-// TestBounds: a workspace has so many requests at the same time, and their places are free again.
+// TestBounds: a workspace has so many requests at the same time, of which an address has half, and their places are free again.
 func TestBounds(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -347,16 +426,22 @@ func TestBounds(t *testing.T) {
 		<-free
 	}))
 	p := w.preview(ws.ID, 3000, coppice.VisibilityPublic)
-	const most = 128
-	for range most {
-		res, err := w.client.Get(p.URL)
-		if err != nil {
-			t.Fatal(err)
+	const ofOne = 64
+	for from := byte(1); from <= 3; from++ {
+		client := w.browserAt(nil, true, net.IPv4(127, 0, 0, from))
+		for i := 0; i < ofOne && from < 3; i++ {
+			res, err := client.Get(p.URL)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer res.Body.Close()
+			if res.StatusCode != http.StatusOK {
+				t.Fatalf("request %d of address %d: %s", i, from, res.Status)
+			}
 		}
-		defer res.Body.Close()
-	}
-	if a := w.get(w.client, p.URL); a.status != http.StatusTooManyRequests || a.header.Get("Retry-After") == "" {
-		t.Errorf("one more than %d: %+v", most, a)
+		if a := w.get(client, p.URL); a.status != http.StatusTooManyRequests || a.header.Get("Retry-After") == "" {
+			t.Errorf("one more, from address %d: %+v", from, a)
+		}
 	}
 	close(free)
 	eventually.True(t, "a place is free", func() bool { return w.get(w.client, p.URL).status == http.StatusOK })

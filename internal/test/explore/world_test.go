@@ -93,7 +93,7 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	}
 	w.after(func() { _ = w.files.Close() })
 	var listeners []string
-	for i, loop := range []time.Duration{leaseTime, 20 * time.Millisecond} {
+	for i, loop := range []time.Duration{leaseTime, 50 * time.Millisecond} {
 		c, url, err := w.control(w.sides[i], loop)
 		if err != nil {
 			return w, err
@@ -248,7 +248,7 @@ func (w *world) eventually(what string, ok func() bool) bool {
 func (w *world) within(limit time.Duration, ok func() bool) bool {
 	end := time.NewTimer(limit)
 	defer end.Stop()
-	tick := time.NewTicker(3 * time.Millisecond)
+	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for !ok() {
 		select {

@@ -12,30 +12,36 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// TestServe talks to the server as a test of an SDK does: it finds it by the first line, and again after a restart.
-func TestServe(t *testing.T) {
-	t.Parallel()
+// begin serves until the input is closed. next reads a line of the answers, and done has how it ended.
+func begin(t *testing.T) (next func() address, input io.WriteCloser, done <-chan error) {
+	t.Helper()
 	_, err := pgcluster.Find(t.Context(), "")
 	require.That(t, "postgres", core.CodeOf(err) != core.CodeIncompatibleHost, core.MessageOf(err))
 	commands, input := io.Pipe()
 	output, answers := io.Pipe()
-	done := make(chan error, 1)
+	ended := make(chan error, 1)
 	go func() {
 		err := serve(t.Context(), commands, answers)
-		done <- err
+		ended <- err
 		_ = answers.CloseWithError(io.EOF) // for a reader that waits for a line
 	}()
 	read := bufio.NewScanner(output)
-	next := func() (at address) {
+	return func() (at address) {
 		t.Helper()
 		if !read.Scan() {
-			t.Fatalf("no line: %v", <-done)
+			t.Fatalf("no line: %v", <-ended)
 		}
 		if err := json.Unmarshal(read.Bytes(), &at); err != nil {
 			t.Fatal(err)
 		}
 		return at
-	}
+	}, input, ended
+}
+
+// TestServe talks to the server as a test of an SDK does: it finds it by the first line, and again after a restart.
+func TestServe(t *testing.T) {
+	t.Parallel()
+	next, input, done := begin(t)
 	at := next()
 	client, err := coppice.New(coppice.Config{Server: at.URL, Token: at.Token})
 	if err != nil {

@@ -62,7 +62,8 @@ func New(tb testing.TB, migrate func(ctx context.Context, dsn string) error) str
 		tb.Fatalf("prepare the template database: %v", err)
 	}
 	name := fmt.Sprintf("%s%d", s.prefix, s.count.Add(1))
-	if err := s.exec(tb.Context(), "CREATE DATABASE "+name+" TEMPLATE "+template); err != nil {
+	// The server's own way logs every block. A copy of the files takes two thirds of the processor time.
+	if err := s.exec(tb.Context(), "CREATE DATABASE "+name+" TEMPLATE "+template+" STRATEGY file_copy"); err != nil {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {

@@ -39,6 +39,8 @@ Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. T
 
 The API has no TLS, so it listens on loopback only, unless --plain-http says that a proxy in front of it speaks TLS.
 
+Clients of Arrakis need no key, so every user of this machine can use VMs through them. --arrakis-require-key and --arrakis-listen - change that.
+
 The command enters the address and the key of the API as a context in ~/.config/coppice/connection.json, where the client commands of this
 user find them ('coppice context'), and takes the entry away when it ends.
 
@@ -53,6 +55,8 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, " (default 127.0.0.1:7075, or a free port if --listen does not have port 7070); - for none")
+	arrakisFlags(f, &cfg.Arrakis, " (default 127.0.0.1:7000, or a free port if --listen does not have port 7070); - for none", "5901=gui,5736=code")
+	f.BoolVar(&cfg.ArrakisNeedsKey, "arrakis-require-key", false, "requests of Arrakis' clients need a key, as the password of the client's URL; without this flag they need none, and --arrakis-listen must be on loopback")
 	previewFlags(f, &cfg.Preview, " (default 127.0.0.1:7076, or a free port if --listen does not have port 7070); - for none", "localhost")
 	f.StringVar(&onExit, "on-exit", string(devstack.Suspend), "what to `do` with running workspaces at Ctrl-C: suspend, terminate, or stop")
 	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
@@ -70,10 +74,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		daemon.RelaxGC()
-		cfg.E2B.Listen = beside(cfg.E2B.Listen, cfg.Listen, "127.0.0.1:7075")
-		if cfg.Preview.Listen = beside(cfg.Preview.Listen, cfg.Listen, "127.0.0.1:7076"); cfg.Preview.Listen == "" {
-			cfg.Preview.Domain = ""
-		}
+		listenBeside(&cfg)
 		if err := cfg.Check(); err != nil {
 			return err
 		}
@@ -119,6 +120,15 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	return c
 }
 
+// listenBeside sets the addresses of what is served beside the API.
+func listenBeside(cfg *devstack.Config) {
+	cfg.E2B.Listen = beside(cfg.E2B.Listen, cfg.Listen, "127.0.0.1:7075")
+	cfg.Arrakis.Listen = beside(cfg.Arrakis.Listen, cfg.Listen, "127.0.0.1:7000")
+	if cfg.Preview.Listen = beside(cfg.Preview.Listen, cfg.Listen, "127.0.0.1:7076"); cfg.Preview.Listen == "" {
+		cfg.Preview.Domain = ""
+	}
+}
+
 // beside is where something is served beside the API: at an address that was given, or else at its usual one if the API is at its own.
 func beside(address, api, usual string) string {
 	switch {
@@ -138,6 +148,14 @@ func e2bText(cfg devstack.Config, r devstack.Ready) string {
 		return ""
 	}
 	return fmt.Sprintf("  E2B      E2B_API_URL and E2B_SANDBOX_URL %s, E2B_API_KEY as in %s; egress %s\n", r.E2B, filepath.Join(r.DataDir, "api-key"), cfg.E2B.Egress())
+}
+
+// arrakisText says how Arrakis' clients are used.
+func arrakisText(r devstack.Ready) string {
+	if r.Arrakis == "" {
+		return ""
+	}
+	return fmt.Sprintf("  Arrakis  SandboxManager(%q); %s\n", r.Arrakis, r.ArrakisTerms)
 }
 
 // previewText says where previews are.
@@ -189,6 +207,6 @@ Try this in another terminal, as the same user:
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
 %s
-`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r)+previewText(r), warnings(r.Weak), atExit(cfg.OnExit))
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r)+arrakisText(r)+previewText(r), warnings(r.Weak), atExit(cfg.OnExit))
 	return err
 }

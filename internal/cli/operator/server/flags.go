@@ -46,7 +46,6 @@ func storeFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.Getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with the store's secret key, instead of COPPICE_STORE_SECRET_KEY; both files are read again when the store refuses the keys")
 }
 
-// secretFlags are the flags of servers with a controller for secrets.
 // e2bFlags adds the flags of the layer for E2B's clients.
 func e2bFlags(f *pflag.FlagSet, cfg *daemon.E2BConfig, listen string) {
 	f.StringVar(&cfg.Listen, "e2b-listen", "", "serve E2B's clients on this `address`"+listen)
@@ -55,6 +54,15 @@ func e2bFlags(f *pflag.FlagSet, cfg *daemon.E2BConfig, listen string) {
 	f.BoolVar(&cfg.OpenEgress, "e2b-open-egress", false, "sandboxes of E2B's clients reach everything unless the client asks for no internet access (needs allow-all egress)")
 }
 
+// arrakisFlags adds the flags of the layer for Arrakis' clients.
+func arrakisFlags(f *pflag.FlagSet, cfg *daemon.ArrakisConfig, listen, ports string) {
+	f.StringVar(&cfg.Listen, "arrakis-listen", "", "serve Arrakis' clients on this `address`"+listen)
+	f.StringVar(&cfg.Image, "arrakis-image", "", "the `image` of new VMs of Arrakis' clients (default base)")
+	f.StringVar(&cfg.Ports, "arrakis-ports", ports, "the `ports` of each VM of Arrakis' clients that the runner's host forwards, as 5901=gui,5736-5740=code")
+	f.BoolVar(&cfg.OpenEgress, "arrakis-open-egress", false, "new VMs of Arrakis' clients reach everything (needs allow-all egress)")
+}
+
+// secretFlags are the flags of servers with a controller for secrets.
 func secretFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bool) {
 	cfg.Lookup = func(name string) (string, bool) {
 		value := a.Getenv(name)
@@ -159,6 +167,7 @@ func previewFlags(f *pflag.FlagSet, cfg *daemon.PreviewConfig, listen, domain st
 func previewTLSFlags(f *pflag.FlagSet, cfg *daemon.PreviewConfig) {
 	f.StringVar(&cfg.TLSCert, "preview-tls-cert", "", "certificate `file` of previews, in PEM, for *.NAME; read again when it changes")
 	f.StringVar(&cfg.TLSKey, "preview-tls-key", "", "`file` with the key of that certificate, in PEM")
+	f.StringSliceVar(&cfg.Proxies, "preview-proxy", nil, "`networks` of the proxies in front of --preview-listen; their X-Forwarded-For says who the client is, for the bounds of each address")
 	f.StringSliceVar(&cfg.ACMEHosts, "preview-acme-host", nil, "get certificates by ACME (tls-alpn-01) for these `names` of previews, and for no others; --preview-listen must be reachable at port 443")
 	f.StringVar(&cfg.ACMECache, "preview-acme-cache", "", "`directory` that keeps those certificates and their keys")
 	f.StringVar(&cfg.ACMEDirectory, "preview-acme-directory", "", "`URL` of the ACME authority (default: Let's Encrypt)")

@@ -33,6 +33,7 @@ func TestServerFlags(t *testing.T) {
 		"no Vault":                       {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--vault-token-file", "t"}, nil, exit.BadInput, "--vault-addr"},
 		"attestations that are not kept": {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--attestation-retention", "1h"}, nil, exit.BadInput, "--attestation-retention"},
 		"flows that are not kept":        {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--flow-retention", "1h"}, nil, exit.BadInput, "--flow-retention"},
+		"no key for all":                 {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--plain-http", "--arrakis-key-file", "k"}, map[string]string{"COPPICE_ARRAKIS_LISTEN": "0.0.0.0:7000"}, exit.BadInput, "--arrakis-listen"},
 		"a bad level":                    {[]string{"runner", "--log-level", "loud", "--accel", "tcg"}, nil, exit.Usage, "--log-level"},
 		"a bad way to fetch":             {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_FETCH": "slowly"}, exit.Usage, "--fetch"},
 		"a bad floor":                    {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_DISK_FLOOR": "high"}, exit.Usage, "--disk-floor"},

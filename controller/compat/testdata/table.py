@@ -1,6 +1,6 @@
-"""Writes the table of docs/COMPATIBILITY.md between its two marks, from the outcomes of the clients.
+"""Writes a table of docs/COMPATIBILITY.md between its two marks, from the outcomes of the clients.
 
-Usage: table.py PAGE NAME=FILE... A name is that of a package with its version, and becomes a column.
+Usage: table.py PAGE LAYER NAME=FILE... A name is that of a package with its version, and becomes a column.
 """
 
 import json
@@ -9,11 +9,11 @@ import sys
 
 page = pathlib.Path(sys.argv[1])
 columns = {}
-for pair in sys.argv[2:]:
+for pair in sys.argv[3:]:
     name, file = pair.split("=", 1)
     columns[name] = {row["method"]: row for row in map(json.loads, pathlib.Path(file).read_text().splitlines())}
 methods = list(dict.fromkeys(m for rows in columns.values() for m in rows))
-begin, end = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+begin, end = (f"<!-- {sys.argv[2]}: {mark} -->\n" for mark in ("begin", "end"))
 head, rest = page.read_text().split(begin)
 _, tail = rest.split(end)
 table = "| method | " + " | ".join(columns) + " | note |\n|---|" + "---|" * len(columns) + "---|\n"

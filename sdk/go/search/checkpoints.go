@@ -1,0 +1,237 @@
+package search
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// Key is the annotation that holds the record of a node. Its version changes with the format.
+const Key = "coppice.search/v1"
+
+// Annotations beside the record, for people and for retention policies: numbers of the search that wrote last.
+const (
+	KeyScore  = "score"  // the node's own value
+	KeyMean   = "mean"   // the mean value of the node and all below it
+	KeyVisits = "visits" // how many values that are
+)
+
+// Checkpoints is a Store whose nodes are checkpoints, and whose records are their annotations.
+type Checkpoints struct {
+	Client *coppice.Client
+	// Name tells the search from others over the same checkpoints, in at most 64 bytes; it becomes part of the annotation's key. Searches
+	// by UCT and PUCT may go on under the same name; BestOfN and Beam need a name of their own, as they leave out actions.
+	Name string
+}
+
+func (c Checkpoints) key() string {
+	if c.Name == "" {
+		return Key
+	}
+	return Key + "/" + c.Name
+}
+
+// Annotations returns the annotations of a new child, to be given to the call that makes its checkpoint.
+func (c Checkpoints) Annotations(action string, o Outcome) (coppice.Annotations, error) {
+	r := Record{Action: action, Value: &o.Value, Terminal: o.Terminal, Data: o.Data}
+	r.count()
+	return c.annotations(r)
+}
+
+func (c Checkpoints) annotations(r Record) (coppice.Annotations, error) {
+	if len(c.Name) > maxSearches {
+		return nil, fmt.Errorf("the name of the search has %d bytes; at most %d are possible", len(c.Name), maxSearches)
+	}
+	b, err := r.encode()
+	if err != nil {
+		return nil, err
+	}
+	out := coppice.Annotations{c.key(): json.RawMessage(b), KeyMean: r.mean(), KeyVisits: r.Visits}
+	if r.Value != nil {
+		out[KeyScore] = *r.Value
+	}
+	return out, nil
+}
+
+// Load reads a checkpoint's record.
+func (c Checkpoints) Load(ctx context.Context, id string) (Record, int64, error) {
+	cp, err := c.Client.Checkpoint(ctx, id)
+	if err != nil {
+		return Record{}, 0, gone(err)
+	}
+	if cp.State == coppice.CheckpointDeleted || cp.State == coppice.CheckpointFailed {
+		return Record{}, 0, fmt.Errorf("%w: checkpoint %s is %s", ErrGone, id, cp.State)
+	}
+	r, _, err := c.record(cp)
+	return r, cp.Version, err
+}
+
+// Save writes a checkpoint's record if the checkpoint has this version still.
+func (c Checkpoints) Save(ctx context.Context, id string, version int64, r Record) (int64, error) {
+	annotations, err := c.annotations(r)
+	if err != nil {
+		return 0, err
+	}
+	cp, err := c.Client.PatchCheckpoint(ctx, id, coppice.PatchCheckpointRequest{Version: version, Annotations: annotations})
+	if errors.Is(err, coppice.CodeVersionConflict) {
+		return 0, ErrConflict
+	}
+	return cp.Version, gone(err)
+}
+
+// Children reads the records of a checkpoint's children.
+func (c Checkpoints) Children(ctx context.Context, id string) (map[string]Record, error) {
+	out := map[string]Record{}
+	for cp, err := range c.Client.Children(ctx, id) {
+		if err != nil {
+			return nil, gone(err)
+		}
+		if cp.State != coppice.CheckpointCaptured && cp.State != coppice.CheckpointSealed {
+			continue
+		}
+		if r, ok, err := c.record(cp); err != nil {
+			return nil, err
+		} else if ok {
+			out[cp.ID] = r
+		}
+	}
+	return out, nil
+}
+
+func (c Checkpoints) record(cp coppice.Checkpoint) (Record, bool, error) {
+	found, ok := cp.Annotations[c.key()]
+	if !ok {
+		return Record{}, false, nil
+	}
+	b, err := json.Marshal(found)
+	if err != nil {
+		return Record{}, false, err
+	}
+	r, err := decode(b)
+	if err != nil {
+		return Record{}, false, fmt.Errorf("annotation %s of checkpoint %s: %w; remove it, or search under another name", c.key(), cp.ID, err)
+	}
+	return r, true, nil
+}
+
+// gone says of an error whether the checkpoint is no more.
+func gone(err error) error {
+	if errors.Is(err, coppice.CodeCheckpointNotFound) {
+		return fmt.Errorf("%w: %w", ErrGone, err)
+	}
+	return err
+}
+
+// Forks is a Problem, and the Store for it, whose expansions are forks of checkpoints: it forks a node once for each action, has Act do
+// the action in the fork, records the result as a new checkpoint, and terminates the fork.
+type Forks struct {
+	Checkpoints
+	// Propose is Problem.Actions.
+	Propose func(ctx context.Context, n *Node) ([]Action, error)
+	// Act does an action in a fork. An Outcome with a Reason gets no checkpoint; Child is set for the others. Actions of one expansion
+	// are done at the same time.
+	Act func(ctx context.Context, ws coppice.Workspace, a Action) (Outcome, error)
+	// Fork has further options of the forks, such as labels, which the checkpoints get as well, or what they may reach. Count is
+	// set. Without TTLSeconds they live for an hour, so that a searcher that crashes leaves none behind.
+	Fork coppice.ForkCheckpointRequest
+}
+
+// How long a fork lives that nobody terminates, in seconds, and how long its termination is waited for.
+const (
+	forkTTL       = 3600
+	terminateTime = time.Minute
+)
+
+// Actions proposes what can be tried at a node.
+func (f *Forks) Actions(ctx context.Context, n *Node) ([]Action, error) { return f.Propose(ctx, n) }
+
+// Expand forks a node and does the actions.
+func (f *Forks) Expand(ctx context.Context, n *Node, actions []Action) ([]Outcome, error) {
+	req := f.Fork
+	req.Count = new(len(actions))
+	if req.TTLSeconds == 0 {
+		req.TTLSeconds = forkTTL
+	}
+	fork, err := f.Client.ForkCheckpoint(ctx, n.ID, req)
+	if err != nil {
+		return nil, errors.Join(gone(err), f.abandon(ctx, err))
+	}
+	out := make([]Outcome, len(actions))
+	var forks sync.WaitGroup
+	for i := range actions {
+		if i >= len(fork.Children) || fork.Children[i].Workspace == nil || fork.Children[i].Problem != nil {
+			out[i].Err = failure(fork, i)
+			continue
+		}
+		forks.Go(func() { out[i] = f.try(ctx, *fork.Children[i].Workspace, actions[i]) })
+	}
+	forks.Wait()
+	return out, nil
+}
+
+// failure says why a child of a fork is not there.
+func failure(fork coppice.ForkResult, i int) error {
+	if i < len(fork.Children) && fork.Children[i].Problem != nil {
+		return fork.Children[i].Problem.Err()
+	}
+	return fmt.Errorf("operation %s made no child for it", fork.OperationID)
+}
+
+// try does one action in its fork, and terminates the fork. Should that fail, its time to live ends it.
+func (f *Forks) try(ctx context.Context, ws coppice.Workspace, a Action) Outcome {
+	defer func() { _ = f.terminate(ctx, ws.ID) }()
+	o, err := f.Act(ctx, ws, a)
+	if o.Child = ""; err != nil {
+		return Outcome{Err: err}
+	}
+	if o.Err != nil || o.Reason != "" {
+		return o
+	}
+	annotations, err := f.Annotations(a.Name, o)
+	if err != nil {
+		return Outcome{Err: err}
+	}
+	cp, err := f.Client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{Labels: f.Fork.Labels, Annotations: annotations})
+	if err != nil {
+		return Outcome{Err: fmt.Errorf("checkpoint workspace %s: %w", ws.ID, err)}
+	}
+	o.Child = cp.ID
+	return o
+}
+
+func (f *Forks) terminate(ctx context.Context, id coppice.WorkspaceID) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), terminateTime)
+	defer cancel()
+	_, err := f.Client.TerminateWorkspace(ctx, id)
+	return err
+}
+
+// abandon ends a fork that is no longer waited for, and terminates what it has made.
+func (f *Forks) abandon(ctx context.Context, cause error) error {
+	unfinished, ok := errors.AsType[*coppice.UnfinishedError](cause)
+	if !ok {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), terminateTime)
+	defer cancel()
+	op, err := f.Client.CancelOperation(ctx, unfinished.OperationID)
+	if err != nil || op.State != coppice.OperationSucceeded {
+		return err
+	}
+	var fork coppice.ForkResult
+	if err := json.Unmarshal(op.Result, &fork); err != nil {
+		return err
+	}
+	var errs []error
+	for _, child := range fork.Children {
+		if child.Workspace != nil {
+			errs = append(errs, f.terminate(ctx, child.Workspace.ID))
+		}
+	}
+	return errors.Join(errs...)
+}
