@@ -37,9 +37,14 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 			return nil, err
 		}
 		defer s.unlock()
+		if err := s.refused.of(req.CheckpointID); err != nil {
+			return nil, err
+		}
 		rec, err := r.captureLocked(context.WithoutCancel(ctx), s, req)
 		if err != nil {
-			return nil, hostlimit.Explain(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
+			err = hostlimit.Explain(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
+			s.refused.add(req.CheckpointID, err)
+			return nil, err
 		}
 		return rec, nil
 	}))
@@ -47,6 +52,34 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 		err = r.Destroy(ctx, id)
 	}
 	return out, err
+}
+
+// refusals are the last captures of a sandbox that failed. A request for one of them gets the same answer again. It may be a copy that was
+// delayed on its way. If it were carried out, it would stop a machine whose suspension has failed, and the workspace would be lost.
+type refusals []refusal
+
+type refusal struct {
+	checkpoint core.CheckpointID
+	err        error
+}
+
+// maxRefusals bounds them. A copy that is older than so many failed captures is carried out.
+const maxRefusals = 32
+
+func (l refusals) of(id core.CheckpointID) error {
+	for _, r := range l {
+		if r.checkpoint == id {
+			return r.err
+		}
+	}
+	return nil
+}
+
+func (l *refusals) add(id core.CheckpointID, err error) {
+	if len(*l) == maxRefusals {
+		*l = slices.Delete(*l, 0, 1)
+	}
+	*l = append(*l, refusal{id, err})
 }
 
 // capture is one capture under way.

@@ -51,3 +51,37 @@ func TestMachineDiesInCapture(t *testing.T) {
 		})
 	}
 }
+
+// TestFailedCaptureIsNotRepeated: a late copy of a request to suspend gets the answer of the first. The machine runs on.
+func TestFailedCaptureIsNotRepeated(t *testing.T) {
+	t.Parallel()
+	r := newFakeRig(t, func(*Config) {})
+	s := r.fork(r.boot())
+	r.driver.Arm(fakevmm.Fault{Step: fakevmm.StepSave, Kind: fakevmm.Fail, Times: 1})
+	suspend := runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID](), Stop: true}
+	_, first := r.Capture(t.Context(), s, suspend)
+	if first == nil {
+		t.Fatal("the capture did not fail")
+	}
+	if _, again := r.Capture(t.Context(), s, suspend); again == nil || again.Error() != first.Error() {
+		t.Errorf("the copy was answered with %v, the first with %v", again, first)
+	}
+	r.wantOnly(s)
+	for range maxRefusals {
+		r.driver.Arm(fakevmm.Fault{Step: fakevmm.StepSave, Kind: fakevmm.Fail, Times: 1})
+		if _, err := r.Capture(t.Context(), s, runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID]()}); err == nil {
+			t.Fatal("the capture did not fail")
+		}
+	}
+	box, err := r.find(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(box.refused) != maxRefusals || box.refused.of(suspend.CheckpointID) != nil {
+		t.Errorf("%d refusals are kept, the oldest too", len(box.refused))
+	}
+	if _, err := r.Capture(t.Context(), s, runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID](), Stop: true}); err != nil {
+		t.Error(err)
+	}
+	r.wantOnly()
+}

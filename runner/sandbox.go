@@ -36,7 +36,8 @@ type sandbox struct {
 	gone chan struct{} // closed when everything of it has been taken down
 	left chan struct{} // closed when it was left to the runner's successor
 
-	reseal *core.ResealReport // of its making; guarded by work
+	reseal  *core.ResealReport // of its making; guarded by work
+	refused refusals           // guarded by work
 	// attestation is this runner's signed report of the reseal; nil if no controller had certified the runner. It is set once, before the
 	// sandbox is ready.
 	attestation []byte

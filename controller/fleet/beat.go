@@ -40,7 +40,6 @@ type Order struct {
 type Terms struct {
 	Lease         time.Duration
 	RemovedWithin time.Duration // how long ago the removed runners were removed
-	MaxRemoved    int
 }
 
 // SandboxFilter says which sandboxes of a runner are of interest.
@@ -158,13 +157,12 @@ func (f *Fleet) apply(ctx context.Context, b *beat) (runnerapi.Heartbeated, erro
 	return b.out, nil
 }
 
-// write does everything in one transaction. The first statement locks the runner's row and decides whether the heartbeat counts. A heartbeat
-// without news needs nothing else but the change of that row, which goes with the commit: two round trips. With a thousand runners, round
-// trips are most of the database's work for heartbeats (docs/SCALE.md).
+// write does everything in one transaction. The first statement decides whether the heartbeat counts, and changes the runner's row. A heartbeat
+// without news needs nothing else (docs/SCALE.md).
 func (b *beat) write(ctx context.Context, tx BeatTx) error {
 	b.out = runnerapi.Heartbeated{Number: b.h.Number, TTLSeconds: b.fleet.cfg.Lease.Seconds(), FenceSeconds: b.fleet.fenceTime().Seconds(), DataTaken: len(b.h.DataWrites)}
 	b.lost, b.here = nil, make(map[core.WorkspaceID]bool)
-	order, err := tx.HeartbeatRunner(ctx, b.id, b.h, Terms{Lease: b.fleet.cfg.Lease, RemovedWithin: b.fleet.cfg.CertificateLife + time.Hour, MaxRemoved: maxRemoved})
+	order, err := tx.HeartbeatRunner(ctx, b.id, b.h, Terms{Lease: b.fleet.cfg.Lease, RemovedWithin: b.fleet.cfg.CertificateLife + time.Hour})
 	if err != nil {
 		return err
 	}
@@ -296,9 +294,6 @@ func checkBeat(h runnerapi.Heartbeat, differences *runnerapi.Beat) error {
 	}
 	return nil
 }
-
-// maxRemoved bounds the removed runners in an answer to a heartbeat. No more can have joined while their certificates are good: see MaxTokens.
-const maxRemoved = MaxTokens
 
 // maxHolds bounds what a runner says that it fetches.
 const maxHolds = 10000

@@ -81,6 +81,34 @@ func TestForeignKeySeesNothing(t *testing.T) {
 	w.do(ask{method: "GET", path: "/sandboxes/" + s.SandboxID}).want(t, http.StatusOK, nil)
 }
 
+// A client without a valid key is refused before it has sent a byte of its body.
+func TestKeyIsCheckedBeforeTheBody(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	id := "06e5bqv7z0f3m8k2h1t9r4w6xc"
+	for _, route := range []string{
+		"POST /sandboxes", "POST /v2/sandboxes", "POST /sandboxes/ID/timeout", "POST /sandboxes/ID/refreshes", "POST /sandboxes/ID/resume", "POST /sandboxes/ID/connect",
+		"POST /v2/sandboxes/ID/connect", "POST /sandboxes/ID/fork", "POST /sandboxes/ID/snapshots", "PUT /sandboxes/ID/network",
+	} {
+		method, path, _ := strings.Cut(strings.ReplaceAll(route, "ID", id), " ")
+		ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second) // less than shared.BodyTime
+		body, never := io.Pipe()
+		req, err := http.NewRequestWithContext(ctx, method, w.url+path, body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("X-API-KEY", "no-key")
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Errorf("%s: %v", route, err)
+		} else if _ = resp.Body.Close(); resp.StatusCode != http.StatusUnauthorized {
+			t.Errorf("%s: status %d", route, resp.StatusCode)
+		}
+		_ = never.Close()
+		cancel()
+	}
+}
+
 // A token opens its own sandbox, for its own purpose, and nothing else; and it ends with its key.
 func TestTokens(t *testing.T) {
 	t.Parallel()

@@ -60,7 +60,16 @@ func (l *layer) controlRoutes() http.Handler {
 			ctx, client := l.caller(r)
 			r = r.WithContext(ctx)
 			r.Body = shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, maxBody), Writer: w}
-			if err := h(w, r, call{client, l, r.PathValue("id")}); err != nil {
+			var err error
+			if r.ContentLength != 0 { // the key is checked before the body is read
+				if _, err = client.Self(ctx); err != nil {
+					w.Header().Set("Connection", "close") // the server would read the body before it answers
+				}
+			}
+			if err == nil {
+				err = h(w, r, call{client, l, r.PathValue("id")})
+			}
+			if err != nil {
 				l.fail(w, r, err)
 			}
 		})

@@ -13,10 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+// beatRow is what a runner's row was before a heartbeat changed it.
 type beatRow struct {
-	Epoch       int64           `db:"lease_epoch"`
-	StartedAt   time.Time       `db:"started_at"`
-	Fenced      bool            `db:"fenced"`
 	Number      int64           `db:"number"`
 	Known       bool            `db:"known"`
 	HeartbeatAt time.Time       `db:"heartbeat_at"`
@@ -26,36 +24,60 @@ type beatRow struct {
 	Holds       bool            `db:"holds"`
 }
 
+// leaseRow is what decides whether a heartbeat is applied.
+type leaseRow struct {
+	Epoch     int64     `db:"lease_epoch"`
+	StartedAt time.Time `db:"started_at"`
+	Fenced    bool      `db:"fenced"`
+	Number    int64     `db:"number"`
+}
+
+// lastNumber is the number of the last heartbeat with the present lease.
+const lastNumber = "CASE WHEN beat_epoch = lease_epoch THEN beat ELSE 0 END AS number"
+
+// maxRemoved bounds the removed runners in an answer. No more than fleet.MaxTokens can have joined while their certificates are good. It is part of the
+// statement: if it were an argument, PostgreSQL would make a new plan for each heartbeat.
+const maxRemoved = "10000"
+
 // oldBeatAge is how old a heartbeat without a number can be when it arrives: its runner sends one list to one controller after the
 // other, and gives each ten seconds.
 const oldBeatAge = time.Minute
 
-// HeartbeatRunner locks the runner's row first: heartbeats of one runner take turns.
+// HeartbeatRunner changes the runner's row first: heartbeats of one runner take turns. With a thousand runners, most of the database's work for
+// heartbeats is not the execution of their statements but everything around it, so this is one statement, and its plan is made once.
 func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, terms controller.BeatTerms) (controller.Beaten, error) {
-	row, err := pgtx.One[beatRow](ctx, t, noRunner(id), `
-		SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, heartbeat_at, endpoint,
-			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = runners.id), '') AS images_sum,
-			CASE WHEN beat_epoch = lease_epoch THEN beat ELSE 0 END AS number,
-			coalesce(beat_epoch = lease_epoch AND beat_at = heartbeat_at, false) AS known,
-			ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT @most) AS removed,
-			EXISTS (SELECT FROM store_holds h WHERE h.runner_id = runners.id) AS holds
-		FROM runners WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": id, "within": terms.RemovedWithin.Seconds(), "most": terms.MaxRemoved})
-	if err == nil {
-		err = refused(id, row, h)
-	}
+	started := h.Info.StartedAt.Truncate(time.Microsecond)
+	rows, err := pgtx.Many[beatRow](ctx, t, `
+		UPDATE runners r SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
+			disk_free_mb = @disk, kvm = @kvm, egress_key = @egress_key, egress_url = @egress_url,
+			beat = @number::bigint, beat_epoch = r.lease_epoch, beat_at = CASE WHEN @number::bigint > 0 THEN now() END
+		FROM (
+			SELECT id, heartbeat_at, `+lastNumber+`, coalesce(beat_epoch = lease_epoch AND beat_at = heartbeat_at, false) AS known
+			FROM runners WHERE id = @id FOR NO KEY UPDATE
+		) was
+		WHERE r.id = was.id AND r.lease_epoch = @epoch AND r.started_at = @started AND r.fenced_at IS NULL
+			AND was.number >= @answered AND (was.number = 0 OR was.number < @number)
+		RETURNING was.number, was.known, was.heartbeat_at, r.endpoint,
+			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = r.id), '') AS images_sum,
+			ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT `+maxRemoved+`) AS removed,
+			EXISTS (SELECT FROM store_holds s WHERE s.runner_id = r.id) AS holds`,
+		pgtx.Args{
+			"id": id, "epoch": h.LeaseEpoch, "started": started, "number": h.Number, "answered": h.Answered, "within": terms.RemovedWithin.Seconds(),
+			"ttl": terms.Lease.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
+			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": pgtx.OrNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
+		})
 	if err != nil {
 		return controller.Beaten{}, err
 	}
-	t.Soon(`
-		UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
-			disk_free_mb = @disk, kvm = @kvm, egress_key = @egress_key, egress_url = @egress_url,
-			beat = @number::bigint, beat_epoch = lease_epoch, beat_at = CASE WHEN @number::bigint > 0 THEN now() END
-		WHERE id = @id`,
-		pgtx.Args{
-			"id": id, "ttl": terms.Lease.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
-			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": pgtx.OrNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
-			"number": h.Number,
-		})
+	if len(rows) == 0 {
+		lease, err := pgtx.One[leaseRow](ctx, t, noRunner(id), `
+			SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, `+lastNumber+` FROM runners WHERE id = @id FOR NO KEY UPDATE`, pgtx.Args{"id": id})
+		if err == nil {
+			err = refused(id, lease, h)
+		}
+		return controller.Beaten{}, err
+	}
+	row := rows[0]
 	out := controller.Beaten{
 		ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Next: row.Known && row.Number == h.Answered && h.Number > 0,
 		Removed: row.Removed, Holds: row.Holds,
@@ -71,7 +93,7 @@ func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.
 
 // refused says why a heartbeat is not applied. A runner must end its sandboxes only if its lease was given up, or if another
 // process has registered since. It never must when the database knows less than the runner: then a failover has lost something.
-func refused(id core.RunnerID, row beatRow, h runnerapi.Heartbeat) error {
+func refused(id core.RunnerID, row leaseRow, h runnerapi.Heartbeat) error {
 	sameProcess := row.StartedAt.Equal(h.Info.StartedAt.Truncate(time.Microsecond))
 	switch {
 	case h.LeaseEpoch > row.Epoch:
@@ -90,7 +112,8 @@ func refused(id core.RunnerID, row beatRow, h runnerapi.Heartbeat) error {
 	case row.Number > 0 && h.Number <= row.Number:
 		return core.Errorf(core.Unavailable, core.CodeHeartbeatStale, "heartbeat %d of runner %s came after heartbeat %d and was not applied", h.Number, id, row.Number)
 	}
-	return nil
+	// The row has changed between two statements.
+	return core.Errorf(core.Unavailable, core.CodeHeartbeatStale, "heartbeat %d of runner %s was not applied: its row changed meanwhile", h.Number, id)
 }
 
 type heldRow struct {

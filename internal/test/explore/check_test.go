@@ -21,14 +21,10 @@ var underWay = []string{
 }
 
 // atRest reports whether nothing is under way.
-func (w *world) atRest() bool {
-	for _, query := range underWay {
-		if w.number(query) != 0 {
-			return false
-		}
-	}
-	return true
-}
+func (w *world) atRest() bool { return w.number(anyUnderWay) == 0 }
+
+// anyUnderWay is their sum: it is asked for all the time.
+var anyUnderWay = "SELECT (" + strings.Join(underWay, ") + (") + ")"
 
 // settle waits until nothing is under way, and the runner has said what it holds.
 func (w *world) settle() {
@@ -258,7 +254,7 @@ func (w *world) bystanders(s schedule, set scene) {
 	w.lives(s, set.workspace)
 	w.lasts(s, set.older)
 	w.lasts(s, set.checkpoint)
-	if n := w.number(`SELECT count(*) FROM workspaces WHERE state = 'lost'`); n != 0 && !s.has(fencing) {
+	if n := w.number(`SELECT count(*) FROM workspaces WHERE state = 'lost' AND project_id = $1`, w.project); n != 0 && !s.has(fencing) {
 		w.log.fail("%d workspaces are lost though nobody gave up their runner", n)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -64,9 +65,6 @@ func TestExplore(t *testing.T) { //nolint:paralleltest // failpoints are the pro
 	if *shards > 0 {
 		stride, first = *shards, *shard
 	}
-	if *only != 0 {
-		stride, first = len(all), *only-1
-	}
 	wanted, err := regexp.Compile(*match)
 	if err != nil {
 		t.Fatal(err)
@@ -77,36 +75,94 @@ func TestExplore(t *testing.T) { //nolint:paralleltest // failpoints are the pro
 		}
 		return
 	}
-	ran, missed, left, began := 0, 0, 0, time.Now()
+	var turn []int // the numbers to run
 	for i := first; i < len(all); i += stride {
-		s, number := all[i], i+1
-		if !wanted.MatchString(s.String()) {
-			continue
+		if wanted.MatchString(all[i].String()) {
+			turn = append(turn, i+1)
 		}
-		if *bound > 0 && time.Since(began) > *bound {
-			left++
-			continue
-		}
-		t.Run(fmt.Sprint(number), func(t *testing.T) {
-			began := time.Now()
-			log, reached := run(t, s)
-			if len(log.faults) > 0 || *only != 0 {
-				t.Log("\n" + strings.Join(log.lines, "\n"))
-			}
-			for _, fault := range log.faults {
-				t.Errorf("FAULT in schedule %d (%s): %s", number, s, fault)
-			}
-			if len(log.faults) > 0 {
-				t.Errorf("again: make explore SCHEDULE=%d", number)
-			}
-			if ran++; !reached {
-				missed++
-			}
-			t.Logf("schedule %d (%s): reached %v, %s", number, s, reached, time.Since(began).Round(time.Millisecond))
-		})
 	}
-	if left > 0 {
+	if *only != "" {
+		turn = numbers(t, *only, len(all))
+	} else {
+		slices.SortStableFunc(turn, func(a, b int) int { return all[a-1].group() - all[b-1].group() })
+	}
+	x := &exploration{all: all, turn: turn, began: time.Now()}
+	for len(x.turn) > 0 && (*bound == 0 || time.Since(x.began) < *bound) {
+		t.Run(fmt.Sprint("world of ", x.turn[0]), x.world)
+	}
+	if left := len(x.turn); left > 0 {
 		t.Errorf("%d schedules were not begun within %s", left, *bound)
 	}
-	t.Logf("%d of %d schedules in %s; %d did not come to their place", ran, len(all), time.Since(began).Round(time.Second), missed)
+	t.Logf("%d of %d schedules in %d worlds in %s; %d did not come to their place", x.ran, len(all), x.worlds, time.Since(x.began).Round(time.Second), x.missed)
+}
+
+// numbers reads the numbers of schedules.
+func numbers(t *testing.T, list string, most int) (out []int) {
+	t.Helper()
+	for text := range strings.SplitSeq(list, ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || n > most {
+			t.Fatalf("%q is not the number of a schedule: those are 1 to %d", text, most)
+		}
+		out = append(out, n)
+	}
+	return out
+}
+
+// exploration is what TestExplore does.
+type exploration struct {
+	all                 []schedule
+	turn                []int // the numbers of those that were not begun
+	began               time.Time
+	ran, missed, worlds int
+}
+
+// perWorld is how many schedules are played in a world. To make one costs more than to play a schedule.
+const perWorld = 24
+
+// world makes a world and plays the next schedules in it, until one breaks something.
+func (x *exploration) world(t *testing.T) {
+	x.worlds++
+	first := x.all[x.turn[0]-1]
+	w, err := newWorld(t, first.granting())
+	defer w.end()
+	if err != nil {
+		t.Fatal(err, strings.Join(w.log.lines, "\n"))
+	}
+	for len(w.played) < perWorld && len(x.turn) > 0 {
+		number := x.turn[0]
+		s := x.all[number-1]
+		if len(w.played) > 0 && s.group() != first.group() {
+			return
+		}
+		x.turn = x.turn[1:]
+		w.played = append(w.played, fmt.Sprint(number))
+		if !t.Run(fmt.Sprint(number), func(t *testing.T) { x.play(t, w, number, s) }) || s.alone() {
+			return
+		}
+	}
+}
+
+// play plays a schedule, and says what it broke.
+func (x *exploration) play(t *testing.T, w *world, number int, s schedule) {
+	t.Helper()
+	began := time.Now()
+	reached := w.play(s)
+	if len(w.log.faults) == 0 && !s.alone() {
+		w.clear()
+	}
+	if len(w.log.faults) > 0 || *only != "" {
+		t.Log("\n" + strings.Join(w.log.lines, "\n"))
+	}
+	for _, fault := range w.log.faults {
+		t.Errorf("FAULT in schedule %d (%s): %s", number, s, fault)
+	}
+	if len(w.log.faults) > 0 {
+		t.Errorf("again: make explore SCHEDULE=%d, or with what its world had played before: SCHEDULE=%s", number, strings.Join(w.played, ","))
+	}
+	if x.ran++; !reached {
+		x.missed++
+	}
+	t.Logf("schedule %d (%s): reached %v, %s", number, s, reached, time.Since(began).Round(time.Millisecond))
+	w.log.reset()
 }

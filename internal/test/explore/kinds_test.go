@@ -3,6 +3,7 @@ package explore
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/grants"
@@ -161,7 +162,7 @@ func (w *world) heard() {
 func (w *world) ask(c *controller.Controller, k kind, s scene) <-chan reply {
 	out := make(chan reply, 1)
 	if k.fault != nil {
-		w.driver.Arm(*k.fault)
+		w.disarm = w.driver.Arm(*k.fault)
 	}
 	go func() {
 		a, err := k.do(context.WithValue(w.t.Context(), asked{}, true), w, c, s)
@@ -179,6 +180,11 @@ func (w *world) ask(c *controller.Controller, k kind, s scene) <-chan reply {
 func (w *world) set(k kind) (scene, error) {
 	var s scene
 	ctx := w.t.Context()
+	project, err := w.first.Tenancy.CreateProject(ctx, w.admin, fmt.Sprintf("explored-%d", len(w.played)), controller.QuotasPatch{}, controller.EncryptionPatch{})
+	if err != nil {
+		return s, err
+	}
+	w.project = project.ID
 	main := controller.CreateRequest{Name: "main", Resources: small}
 	if w.granting {
 		main.Allow = []string{allowed}
@@ -187,7 +193,7 @@ func (w *world) set(k kind) (scene, error) {
 	if err != nil {
 		return s, err
 	}
-	w.owner = w.strings(`SELECT DISTINCT lease_owner FROM operations WHERE lease_owner IS NOT NULL`)[0]
+	w.owner = w.strings(`SELECT DISTINCT lease_owner FROM operations WHERE lease_owner IS NOT NULL AND project_id = $1`, w.project)[0]
 	s.workspace, s.image = a.Result.Workspace.ID, a.Result.Workspace.Parent
 	if w.granting {
 		if _, _, err := w.first.Grants().Put(ctx, w.project, s.workspace, "old", grants.Request{Secret: grant.NewSecret("old secret"), Hosts: []string{allowed}}); err != nil {

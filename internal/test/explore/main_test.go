@@ -11,7 +11,7 @@ import (
 )
 
 var (
-	only   = flag.Int("explore.schedule", 0, "the number of the only schedule that TestExplore runs")
+	only   = flag.String("explore.schedule", "", "the numbers of the only schedules that TestExplore runs, with commas; it plays them in one world if it can")
 	shards = flag.Int("explore.shards", 0, "how many processes share all schedules; 0: TestExplore runs a sample of them")
 	shard  = flag.Int("explore.shard", 0, "which of them this is, from 0")
 	match  = flag.String("explore.match", "", "with shards: only schedules that this regular expression matches")

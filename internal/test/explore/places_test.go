@@ -57,7 +57,7 @@ func TestPlaces(t *testing.T) { //nolint:paralleltest // failpoints are the proc
 }
 
 // usual are the kinds that are looked at where nobody asks for all schedules.
-var usual = []string{"fork", "terminate"}
+var usual = []string{"fork", "terminate", fencing}
 
 // beside are points of what a runner does beside: whether an operation sees them is chance.
 var beside = []string{"rebase.after_base", "rebase.written", "roots.judged", "roots.placed", "controller.after_condemn", "controller.after_delete"}

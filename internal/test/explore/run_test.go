@@ -4,9 +4,9 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
 
@@ -65,21 +65,42 @@ func (w *world) hold(place string) (holder, error) {
 	}}, nil
 }
 
-// run runs a schedule and returns what was broken.
-func run(t *testing.T, s schedule) (*transcript, bool) {
-	t.Helper()
-	w, err := newWorld(t, s.has("grant", "revoke"))
-	defer w.end()
-	if err != nil {
-		w.log.fail("the world was not made: %v", err)
-		return w.log, false
+// granting reports whether a schedule needs a world with an egress process.
+func (s schedule) granting() bool { return s.has("grant", "revoke") }
+
+// alone reports whether no other schedule may be played in its world: it needs a new one, or leaves one that others cannot use.
+func (s schedule) alone() bool { return s.kind == "seal" || s.kind == fencing }
+
+// group says which schedules share worlds.
+func (s schedule) group() int {
+	switch {
+	case s.alone():
+		return 0
+	case s.granting():
+		return 1
 	}
-	reached := w.play(s)
-	w.end()
-	return w.log, reached
+	return 2
 }
 
-// play runs a schedule in a new world. It reports whether the place was reached.
+// clear ends what a schedule has left, so that another one can be played in the same world. Its checkpoints stay.
+func (w *world) clear() {
+	for _, id := range w.strings(`SELECT id FROM workspaces WHERE ended_at IS NULL AND state <> 'lost'`) {
+		if _, err := w.second.Terminate(w.t.Context(), w.project, core.WorkspaceID(id), patience); err != nil {
+			w.log.fail("the world was not cleared: %v", err)
+		}
+	}
+	if w.disarm != nil {
+		w.disarm()
+		w.disarm = nil
+	}
+	if _, err := w.second.Fleet().Drain(w.t.Context(), w.runner.ID(), false); err != nil {
+		w.log.fail("the world was not cleared: %v", err)
+	}
+	w.settle()
+	w.unseal()
+}
+
+// play runs a schedule, in a project of its own. It reports whether the place was reached.
 func (w *world) play(s schedule) bool {
 	k, ok := kindOf(s.kind)
 	if !ok {
@@ -99,12 +120,13 @@ func (w *world) play(s schedule) bool {
 		w.log.fail("%v", err)
 		return false
 	}
-	defer w.ended.Store(true)
+	ended := make(chan struct{})
+	defer close(ended)
 	defer h.goOn()
 	w.log.note("begins: %s", s)
 	asked := w.ask(w.first, k, set)
 	if strings.HasPrefix(s.place, "report ") {
-		go w.talk(h.reached)
+		go w.talk(h.reached, ended)
 	}
 	var replies []reply
 	reached := false
@@ -157,10 +179,10 @@ func isClosed(c <-chan struct{}) bool {
 }
 
 // talk has the runner report again and again until a report goes wrong.
-func (w *world) talk(reached <-chan struct{}) {
+func (w *world) talk(reached, ended <-chan struct{}) {
 	w.within(patience, func() bool {
 		w.runner.Hurry()
-		return isClosed(reached) || w.ended.Load()
+		return isClosed(reached) || isClosed(ended)
 	})
 }
 
@@ -233,5 +255,4 @@ func (w *world) fence() {
 		w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 day' WHERE fenced_at IS NULL`) // again, after a heartbeat that was under way
 		return w.number(`SELECT count(*) FROM runners WHERE fenced_at IS NULL`) == 0
 	})
-	w.fenced = true
 }

@@ -88,7 +88,7 @@ func (s *side) counts(ctx context.Context) bool {
 		return core.OperationIDOf(ctx) != "" || ctx.Value(asked{}) != nil
 	}
 	stack := string(debug.Stack()) // of a loop that nobody asks for anything, and that marks no context
-	return strings.Contains(stack, "(*Controller).fence(") || strings.Contains(stack, "(*Controller).loseAll(")
+	return strings.Contains(stack, "(*Fleet).Fence(") || strings.Contains(stack, "(*Fleet).loseAll(")
 }
 
 // step counts what is part of an operation, or of a request of the explorer, and passes.

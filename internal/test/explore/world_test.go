@@ -40,7 +40,10 @@ const patience = 2 * time.Minute
 // leaseTime is that of operations and runners: none ends by itself, only when a schedule says so.
 const leaseTime = 10 * time.Hour
 
-const secret = "explorer-secret"
+const (
+	secret   = "explorer-secret"
+	adminKey = "explorer-admin-key"
+)
 
 // world is two controllers, a runner, and what they share. The loops of the first controller do nothing by themselves: it does only what
 // it was asked for. Those of the second one do.
@@ -55,7 +58,8 @@ type world struct {
 	reports mail // of the runner to the controllers
 	runner  *runner.Runner
 	driver  *fakevmm.Driver
-	project core.ProjectID
+	admin   controller.Key
+	project core.ProjectID // of the schedule that is played
 	log     *transcript
 	files   *dir.Store
 	ends    []func() // in reverse order
@@ -65,14 +69,15 @@ type world struct {
 	spaces   atomic.Int64   // namespaces that there are
 
 	seal    func()      // has the runner begin to seal
+	unseal  func()      // has it end; nil: it has not begun
 	sealing atomic.Bool // it has
 	// asksSeals says that seals are what the explorer asks for.
 	asksSeals atomic.Bool
 	hearing   sync.RWMutex // held for reading while a report of the runner is answered
 	owner     string       // of the leases of the first controller
-	ended     atomic.Bool  // the schedule was played
 	silent    atomic.Bool  // nobody hears the runner
-	fenced    bool         // it was given up once
+	disarm    func()       // takes back the fault of a machine, if it has not happened; nil: there was none
+	played    []string     // the numbers of the schedules that were played in it
 }
 
 var authority = sync.OnceValues(func() (*mtls.Authority, error) { return mtls.NewAuthority("test") })
@@ -83,8 +88,12 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	w := &world{t: t, granting: granting, log: &transcript{began: time.Now()}, sides: [2]*side{{}, {}}}
 	w.dsn = testpg.New(t, migrations.Up)
 	w.log.note("there is a database")
-	var err error
-	if w.db, err = pgxpool.New(t.Context(), w.dsn); err != nil {
+	pool, err := pgxpool.ParseConfig(w.dsn)
+	if err != nil {
+		return w, err
+	}
+	pool.MaxConns = 2
+	if w.db, err = pgxpool.NewWithConfig(t.Context(), pool); err != nil {
 		return w, err
 	}
 	w.after(w.db.Close)
@@ -93,7 +102,7 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	}
 	w.after(func() { _ = w.files.Close() })
 	var listeners []string
-	for i, loop := range []time.Duration{leaseTime, 50 * time.Millisecond} {
+	for i, loop := range []time.Duration{leaseTime, 100 * time.Millisecond} {
 		c, url, err := w.control(w.sides[i], loop)
 		if err != nil {
 			return w, err
@@ -106,11 +115,12 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 		}
 	}
 	w.log.note("controllers run")
-	project, err := w.first.Bootstrap(t.Context())
-	if err != nil {
+	if _, err := w.first.Bootstrap(t.Context()); err != nil {
 		return w, err
 	}
-	w.project = project.ID
+	if w.admin, err = w.first.Tenancy.Authenticate(t.Context(), adminKey); err != nil {
+		return w, err
+	}
 	return w, w.host(listeners)
 }
 
@@ -130,11 +140,14 @@ func (w *world) end() {
 }
 
 // goRun runs a part of the world until its end.
-func (w *world) goRun(name string, run func(context.Context) error) {
+func (w *world) goRun(name string, run func(context.Context) error) { w.after(w.begin(name, run)) }
+
+// begin runs a part of the world until end is called, which may be more than once.
+func (w *world) begin(name string, run func(context.Context) error) (end func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(w.t.Context()))
 	done := make(chan error, 1)
 	go func() { done <- run(ctx) }()
-	w.after(func() {
+	return sync.OnceFunc(func() {
 		cancel()
 		if err := <-done; err != nil {
 			w.log.fail("%s ended with %v", name, err)
@@ -158,6 +171,7 @@ func (w *world) control(s *side, loop time.Duration) (*controller.Controller, st
 	cfg := controller.Config{
 		ClusterID: "test", Authority: ca, Clock: s.clock, LoopInterval: loop, OperationLease: leaseTime, RunnerLease: leaseTime, RunnerFence: time.Minute,
 		RunnerRetry: 2 * time.Second, ShutdownGrace: 10 * time.Second, AdmissionWait: -1, CaptureWait: 20 * time.Millisecond, Store: w.files, StoreGrace: leaseTime, Wrapper: vault{},
+		Bootstrap: controller.Bootstrap{Project: "first", Key: adminKey},
 	}
 	c := controller.New(cfg, store{rows, s}, runners{client, s}, w.log.logger())
 	inner, err := internalapi.New(c, secret, w.log.logger())
@@ -210,7 +224,8 @@ func (w *world) host(controllers []string) error {
 	}
 	w.goRun("the link of the runner", link.Run)
 	w.seal = func() {
-		w.goRun("the seals of the runner", func(ctx context.Context) error { return w.runner.Seal(ctx, link, link.Epoch) })
+		w.unseal = w.begin("the seals of the runner", func(ctx context.Context) error { return w.runner.Seal(ctx, link, link.Epoch) })
+		w.after(w.unseal)
 	}
 	select {
 	case <-link.Registered():
@@ -269,6 +284,13 @@ type transcript struct {
 }
 
 const maxLines = 4000
+
+// reset forgets what happened.
+func (l *transcript) reset() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.began, l.lines, l.faults = time.Now(), nil, nil
+}
 
 // Write implements io.Writer, for the logs of all parts.
 func (l *transcript) Write(b []byte) (int, error) {
