@@ -84,8 +84,8 @@ func (s *State) start(spec guestapi.SessionSpec) (*Session, error) {
 	}
 	if name == "sh" || name == "bash" {
 		n.Commands = nil
-		if i := slices.Index(args, "-c"); i >= 0 {
-			for one := range strings.SplitSeq(strings.Join(args[i+1:], " "), ";") {
+		if last := len(args) - 1; last > 0 && args[last-1] == "-c" { // also of a shell that another one starts
+			for one := range strings.SplitSeq(args[last], ";") {
 				n.Commands = append(n.Commands, strings.Fields(one))
 			}
 		}
