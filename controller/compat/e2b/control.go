@@ -62,8 +62,8 @@ func (l *layer) controlRoutes() http.Handler {
 			r.Body = shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, maxBody), Writer: w}
 			var err error
 			if r.ContentLength != 0 { // the key is checked before the body is read
-				if _, err = client.Self(ctx); err != nil {
-					w.Header().Set("Connection", "close") // the server would read the body before it answers
+				if _, err = client.Self(ctx); errors.Is(err, coppice.CodeRateLimited) { // the key is good; the request has a rate of its own
+					err = nil
 				}
 			}
 			if err == nil {
