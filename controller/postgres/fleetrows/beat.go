@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// beatRow is what a runner's row was before a heartbeat changed it.
+// beatRow is what a heartbeat finds: the first three are of the row before it.
 type beatRow struct {
 	Number      int64           `db:"number"`
 	Known       bool            `db:"known"`
