@@ -56,7 +56,7 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 
 // refusals are the last captures of a sandbox that failed. A request for one of them gets the same answer again. The request may be a copy
 // that was delayed on its way. If it were carried out, it would stop a machine whose suspension has failed, and the workspace would be lost. The
-// journal has them too, for the next runner.
+// journal has those that had begun, for the next runner.
 type refusals []refusal
 
 type refusal struct {
@@ -151,7 +151,7 @@ func noteFailed(j *journal.Sandbox, id core.CheckpointID) {
 }
 
 // announce notes a capture in the journal, so that a successor of the runner knows that the machine may be paused or frozen. It refuses a
-// capture that has failed under an earlier runner, or that the end of this runner has cut short.
+// capture that has failed under an earlier runner, or that was cut short by its end.
 func (s *sandbox) announce(ctx context.Context, req runnerapi.Capture) error {
 	if noted, _ := s.notes.Read(); slices.Contains(noted.CutShort, req.CheckpointID) {
 		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the capture failed under an earlier runner, or was cut short by its end; the sandbox goes on")

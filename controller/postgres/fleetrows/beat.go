@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// beatRow is what a heartbeat finds: the first three are of the row before it.
+// beatRow is what a heartbeat finds. Number, Known and HeartbeatAt are what they were before it.
 type beatRow struct {
 	Number      int64           `db:"number"`
 	Known       bool            `db:"known"`

@@ -133,7 +133,7 @@ func (x *exploration) world(t *testing.T) {
 	}
 	for {
 		w.played = append(w.played, fmt.Sprint(number))
-		last := !t.Run(fmt.Sprint(number), func(t *testing.T) { x.play(t, w, number, s) }) || s.alone() || len(w.played) == perWorld
+		last := !t.Run(fmt.Sprint(number), func(t *testing.T) { x.play(t, w, number, s) }) || s.needsOwnWorld() || len(w.played) == perWorld
 		if last || len(x.turn) == 0 || x.late() || x.all[x.turn[0]-1].group() != s.group() {
 			break
 		}
@@ -155,7 +155,7 @@ func (x *exploration) play(t *testing.T, w *world, number int, s schedule) {
 	t.Helper()
 	began := time.Now()
 	reached := w.play(s)
-	if !w.log.broken() && !s.alone() {
+	if !w.log.broken() && !s.needsOwnWorld() {
 		w.clear(s)
 	}
 	lines, faults := w.log.take()

@@ -68,13 +68,13 @@ func (w *world) hold(place string) (holder, error) {
 // granting reports whether a schedule needs a world with an egress process.
 func (s schedule) granting() bool { return s.has("grant", "revoke") }
 
-// alone reports whether no other schedule may be played in its world: it needs a new one, or leaves one that others cannot use.
-func (s schedule) alone() bool { return s.kind == "seal" || s.kind == fencing }
+// needsOwnWorld reports whether no other schedule may be played in its world: it needs a new one, or leaves one that others cannot use.
+func (s schedule) needsOwnWorld() bool { return s.kind == "seal" || s.kind == fencing }
 
 // group says which schedules share worlds.
 func (s schedule) group() int {
 	switch {
-	case s.alone():
+	case s.needsOwnWorld():
 		return 0
 	case s.granting():
 		return 1
