@@ -120,7 +120,7 @@ faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FA
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 30m ./internal/daemon -run '^TestFailover$$' -long
 
 EXPLORERS ?= $(shell expr 2 \* $$(nproc))
-explore: ## every schedule of the explorer of interleavings, EXPLORERS at once, for FOR=6h at most; EVERY=50 runs one in 50, with PART=0 to 49 other ones, SCHEDULE=N,… these again
+explore: ## every schedule of the explorer of interleavings, EXPLORERS at once, for FOR=6h at most; EVERY=50 runs one in 50, PART=0 to 49 says which; SCHEDULE=N,… runs these again
 	@EXPLORERS=$(EXPLORERS) EVERY=$(EVERY) PART=$(PART) FOR=$(FOR) SCHEDULE=$(SCHEDULE) GO=$(GO) scripts/explore $(VAR)/explore
 
 attack: build ## attack a stack as a malicious guest, tenant, upstream and bucket, while another tenant works (root; 15 minutes)

@@ -21,6 +21,7 @@ type (
 	HeldCheckpoints = fleet.RunnerCheckpoints
 	Beaten          = fleet.Order
 	BeatTerms       = fleet.Terms
+	QuietBeat       = fleet.QuietBeat
 	EmptiestFilter  = fleet.EmptiestFilter
 	Attestation     = attestations.Attestation
 )

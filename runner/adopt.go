@@ -183,7 +183,7 @@ func (r *Runner) noteCutShort(s *sandbox) error {
 		if _, err := r.checkpoints.Get(j.Capture); err == nil {
 			s.info.Checkpoint = j.Capture // the checkpoint was published, so a repeated request gets it
 		} else if j.Capture != "" {
-			j.CutShort = append(j.CutShort, j.Capture)
+			noteFailed(j, j.Capture)
 		}
 		j.Capture, j.Stop, j.Info = "", false, s.info
 		j.Info.Stalled = nil

@@ -54,8 +54,9 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 	return out, err
 }
 
-// refusals are the last captures of a sandbox that failed. A request for one of them gets the same answer again. It may be a copy that was
-// delayed on its way. If it were carried out, it would stop a machine whose suspension has failed, and the workspace would be lost.
+// refusals are the last captures of a sandbox that failed. A request for one of them gets the same answer again. The request may be a copy
+// that was delayed on its way. If it were carried out, it would stop a machine whose suspension has failed, and the workspace would be lost. The
+// journal has those that had begun, for the next runner.
 type refusals []refusal
 
 type refusal struct {
@@ -129,18 +130,31 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 	if frozen { // the code that thaws it notes the end of the capture
 		return rec, err
 	}
-	if recordErr := s.notes.Change(func(j *journal.Sandbox) { j.Capture, j.Stop, j.Info.Checkpoint = "", false, s.snapshot().Checkpoint }); recordErr != nil {
+	if recordErr := s.notes.Change(func(j *journal.Sandbox) {
+		if err != nil {
+			noteFailed(j, req.CheckpointID)
+		}
+		j.Capture, j.Stop, j.Info.Checkpoint = "", false, s.snapshot().Checkpoint
+	}); recordErr != nil {
 		// A successor will believe that the capture was under way. This does no harm.
 		r.cfg.Log.WarnContext(ctx, "end of a capture was not noted in the journal", "sandbox_id", info.ID, "err", recordErr)
 	}
 	return rec, err
 }
 
+// noteFailed notes that a capture has failed.
+func noteFailed(j *journal.Sandbox, id core.CheckpointID) {
+	if len(j.CutShort) >= maxRefusals {
+		j.CutShort = slices.Delete(j.CutShort, 0, len(j.CutShort)-maxRefusals+1)
+	}
+	j.CutShort = append(j.CutShort, id)
+}
+
 // announce notes a capture in the journal, so that a successor of the runner knows that the machine may be paused or frozen. It refuses a
-// capture that the end of an earlier runner has cut short: the caller was told that this capture failed, or is told so now.
+// capture that has failed under an earlier runner, or that was cut short by its end.
 func (s *sandbox) announce(ctx context.Context, req runnerapi.Capture) error {
 	if noted, _ := s.notes.Read(); slices.Contains(noted.CutShort, req.CheckpointID) {
-		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the capture was cut short by the end of its runner; the sandbox goes on")
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the capture failed under an earlier runner, or was cut short by its end; the sandbox goes on")
 	}
 	return errors.Join(s.notes.Change(func(j *journal.Sandbox) { j.Capture, j.Stop = req.CheckpointID, req.Stop }), captureJournaled.Hit(ctx))
 }

@@ -66,6 +66,11 @@ func TestFailedCaptureIsNotRepeated(t *testing.T) {
 	if _, again := r.Capture(t.Context(), s, suspend); again == nil || again.Error() != first.Error() {
 		t.Errorf("the copy was answered with %v, the first with %v", again, first)
 	}
+	cleanup := r.crash()
+	r.start()
+	if _, again := r.Capture(t.Context(), s, suspend); core.CodeOf(again) != core.CodeRunnerLost {
+		t.Errorf("the next runner answered the copy with %v", again)
+	}
 	r.wantOnly(s)
 	for range maxRefusals {
 		r.driver.Arm(fakevmm.Fault{Step: fakevmm.StepSave, Kind: fakevmm.Fail, Times: 1})
@@ -84,4 +89,6 @@ func TestFailedCaptureIsNotRepeated(t *testing.T) {
 		t.Error(err)
 	}
 	r.wantOnly()
+	r.stop()
+	cleanup()
 }

@@ -65,6 +65,10 @@ type BeatTx interface {
 	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
 	// must register again; HEARTBEAT_STALE when a later heartbeat was applied before.
 	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, terms Terms) (Order, error)
+	// HeartbeatQuietRunners extends the leases of different runners. It leaves out each heartbeat that HeartbeatRunner would refuse, or that does not follow
+	// the last applied one, or that changes the row in any other way, or whose runner holds checkpoints in the store or has a locked row. The answer has
+	// the applied ones.
+	HeartbeatQuietRunners(ctx context.Context, list []QuietBeat, terms Terms) (map[core.RunnerID]Order, error)
 	// RunnerSandboxes lists the sandboxes that should be on the runner, or some of them.
 	RunnerSandboxes(ctx context.Context, id core.RunnerID, which SandboxFilter) ([]RunnerSandbox, error)
 	// SetStalls records that sandboxes of the runner stand still, or, with a zero stall, that they no longer do.
@@ -131,7 +135,7 @@ func (f *Fleet) apply(ctx context.Context, b *beat) (runnerapi.Heartbeated, erro
 	}
 	b.usage = f.usage.due(b.h.Usage, f.cfg.UsageInterval)
 	_, b.dropping = f.dropping.LoadAndDelete(b.id)
-	if err := f.store.InSystem(ctx, func(tx Tx) error { return b.write(ctx, tx) }); err != nil {
+	if err := f.write(ctx, b); err != nil {
 		if b.dropping {
 			f.dropping.Store(b.id, true)
 		}
@@ -157,16 +161,37 @@ func (f *Fleet) apply(ctx context.Context, b *beat) (runnerapi.Heartbeated, erro
 	return b.out, nil
 }
 
+// write applies a heartbeat to the rows.
+func (f *Fleet) write(ctx context.Context, b *beat) error {
+	if b.quiet() {
+		if applied, err := f.applyQuietly(ctx, b); applied || err != nil {
+			return err
+		}
+	}
+	return f.store.InSystem(ctx, func(tx Tx) error { return b.write(ctx, tx) })
+}
+
+// terms are what each heartbeat asks for.
+func (f *Fleet) terms() Terms {
+	return Terms{Lease: f.cfg.Lease, RemovedWithin: f.cfg.CertificateLife + time.Hour}
+}
+
+// begin starts the results of a heartbeat that counts.
+func (b *beat) begin(order Order) {
+	b.out = runnerapi.Heartbeated{
+		Number: b.h.Number, TTLSeconds: b.fleet.cfg.Lease.Seconds(), FenceSeconds: b.fleet.fenceTime().Seconds(), DataTaken: len(b.h.DataWrites), RemovedRunners: order.Removed,
+	}
+	b.order, b.lost, b.here = order, nil, make(map[core.WorkspaceID]bool)
+}
+
 // write does everything in one transaction. The first statement decides whether the heartbeat counts, and changes the runner's row. A heartbeat
 // without news needs nothing else (docs/SCALE.md).
 func (b *beat) write(ctx context.Context, tx BeatTx) error {
-	b.out = runnerapi.Heartbeated{Number: b.h.Number, TTLSeconds: b.fleet.cfg.Lease.Seconds(), FenceSeconds: b.fleet.fenceTime().Seconds(), DataTaken: len(b.h.DataWrites)}
-	b.lost, b.here = nil, make(map[core.WorkspaceID]bool)
-	order, err := tx.HeartbeatRunner(ctx, b.id, b.h, Terms{Lease: b.fleet.cfg.Lease, RemovedWithin: b.fleet.cfg.CertificateLife + time.Hour})
+	order, err := tx.HeartbeatRunner(ctx, b.id, b.h, b.fleet.terms())
 	if err != nil {
 		return err
 	}
-	b.order, b.out.RemovedRunners = order, order.Removed
+	b.begin(order)
 	if b.out.EndedKeys, err = endedKeys(ctx, tx, b.h.DataKeys); err != nil {
 		return err
 	}
@@ -265,6 +290,11 @@ func (b *beat) checkpoints(ctx context.Context, tx BeatTx) error {
 // the number of the heartbeat is then not the next one.
 const SumEvery = 6
 
+// sumsDue says that a heartbeat without differences must be compared too.
+func (b *beat) sumsDue() bool {
+	return b.dropping || b.h.Number/SumEvery != b.h.Answered/SumEvery // by the number that was applied last, because a runner can skip numbers
+}
+
 // compareSums asks the runner for a whole list if the runner's checksum differs from that of the rows. A list that it has sent whole was
 // compared already. The checksum of the copies takes 0.3 to 0.65 ms (docs/SCALE.md), so heartbeats without differences seldom
 // compute it.
@@ -272,9 +302,7 @@ func (b *beat) compareSums(ctx context.Context, tx BeatTx) error {
 	if b.differences == nil {
 		return nil
 	}
-	// By the number that was applied last, because a runner can skip numbers.
-	due := b.dropping || b.h.Number/SumEvery != b.h.Answered/SumEvery
-	if !due && len(b.h.Sandboxes)+len(b.h.Checkpoints)+len(b.differences.GoneCheckpoints) == 0 {
+	if !b.sumsDue() && len(b.h.Sandboxes)+len(b.h.Checkpoints)+len(b.differences.GoneCheckpoints) == 0 {
 		return nil
 	}
 	sandboxes, checkpoints, err := tx.HeldSums(ctx, b.id, b.h.Checkpoints)

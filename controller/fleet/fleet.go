@@ -10,6 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
+
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/cluster"
 	"github.com/coppice-dev/coppice/controller/model"
@@ -72,13 +74,14 @@ type Fleet struct {
 	runners Runners
 	usage   usageTimes
 	images  imageRequests
+	quiet   quietBeats
 
 	dropping sync.Map // core.RunnerID -> true: it did not drop what it was asked to
 }
 
 // New makes a fleet. It starts nothing.
 func New(cfg Config, store Store, runners Runners) *Fleet {
-	return &Fleet{cfg: cfg, store: store, runners: runners}
+	return &Fleet{cfg: cfg, store: store, runners: runners, quiet: quietBeats{report: rate.Sometimes{Interval: time.Minute}}}
 }
 
 // read runs a query that sees all projects.

@@ -63,7 +63,7 @@ type Sandbox struct {
 
 	Capture  core.CheckpointID   `json:"capture,omitempty"`   // under way
 	Stop     bool                `json:"stop,omitempty"`      // the sandbox ends with this capture
-	CutShort []core.CheckpointID `json:"cut_short,omitempty"` // captures that ended because their runner ended
+	CutShort []core.CheckpointID `json:"cut_short,omitempty"` // captures that failed, or ended because their runner ended; the last of them
 }
 
 // version is the version that this program writes and reads. A shell with a journal of another version is taken down, because this program

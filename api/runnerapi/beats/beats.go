@@ -16,7 +16,7 @@ type Sender struct {
 	answered int64 // of the last one that was answered
 	// What the controllers have recorded of the last answered heartbeat; nil: that is not known, and the next heartbeat has all of it.
 	sandboxes   map[core.SandboxID]runnerapi.Sandbox // living ones
-	checkpoints map[core.CheckpointID]bool
+	checkpoints map[core.CheckpointID]int64          // with the checksum of each
 }
 
 // Message is one heartbeat.
@@ -51,22 +51,34 @@ func (s *Sender) Make(whole runnerapi.Heartbeat) Message {
 			d.Sandboxes = append(d.Sandboxes, sb)
 		}
 	}
-	held := make(map[core.CheckpointID]bool, len(whole.Checkpoints))
+	same := 0
 	for _, id := range whole.Checkpoints {
-		held[id] = true
-		if s.checkpoints[id] {
-			d.CheckpointSum ^= Sum(id)
+		if sum, there := s.checkpoints[id]; there {
+			d.CheckpointSum ^= sum
+			same++
 		} else {
 			d.Checkpoints = append(d.Checkpoints, id)
 		}
 	}
-	for id := range s.checkpoints {
-		if !held[id] {
-			d.GoneCheckpoints = append(d.GoneCheckpoints, id)
-		}
+	if same < len(s.checkpoints) {
+		d.GoneCheckpoints = missing(s.checkpoints, whole.Checkpoints)
 	}
 	m.Differences = &d
 	return m
+}
+
+// missing returns the recorded checkpoints that are not in a list.
+func missing(known map[core.CheckpointID]int64, list []core.CheckpointID) (gone []core.CheckpointID) {
+	held := make(map[core.CheckpointID]bool, len(list))
+	for _, id := range list {
+		held[id] = true
+	}
+	for id := range known {
+		if !held[id] {
+			gone = append(gone, id)
+		}
+	}
+	return gone
 }
 
 // Unanswered says that the last message has no answer, or one without effect: the next is whole.
@@ -74,13 +86,14 @@ func (s *Sender) Unanswered() { s.sandboxes, s.checkpoints = nil, nil }
 
 // Answered takes the answer to the last message. Again says that the controller wants a list at once that the message did not have.
 func (s *Sender) Answered(m Message, out runnerapi.Heartbeated) (again bool) {
+	d, checkpoints := m.Differences, s.checkpoints
 	s.Unanswered()
 	if out.Number != m.Whole.Number { // a controller of an older version does not say it
 		return false
 	}
 	s.answered = out.Number
 	if !out.AllSandboxes {
-		s.sandboxes = make(map[core.SandboxID]runnerapi.Sandbox)
+		s.sandboxes = make(map[core.SandboxID]runnerapi.Sandbox, len(m.Whole.Sandboxes))
 		for _, sb := range m.Whole.Sandboxes {
 			if sb.State != runnerapi.SandboxDead {
 				s.sandboxes[sb.ID] = sb
@@ -88,16 +101,29 @@ func (s *Sender) Answered(m Message, out runnerapi.Heartbeated) (again bool) {
 		}
 	}
 	if !out.AllCheckpoints {
-		s.checkpoints = make(map[core.CheckpointID]bool)
-		for _, id := range m.Whole.Checkpoints {
-			s.checkpoints[id] = true
-		}
+		s.checkpoints = recordCheckpoints(checkpoints, m)
 	}
 	for _, list := range [][]core.CheckpointID{out.Unsettled, out.DropCheckpoints, out.StrayCheckpoints} {
 		for _, id := range list {
 			delete(s.checkpoints, id)
 		}
 	}
-	d := m.Differences
 	return d != nil && (out.AllSandboxes && !d.AllSandboxes || out.AllCheckpoints && !d.AllCheckpoints)
+}
+
+// recordCheckpoints returns the checkpoints of a message. A message with their differences was made from known, which is changed then.
+func recordCheckpoints(known map[core.CheckpointID]int64, m Message) map[core.CheckpointID]int64 {
+	list := m.Whole.Checkpoints
+	if d := m.Differences; d != nil && !d.AllCheckpoints && known != nil {
+		for _, id := range d.GoneCheckpoints {
+			delete(known, id)
+		}
+		list = d.Checkpoints
+	} else {
+		known = make(map[core.CheckpointID]int64, len(list))
+	}
+	for _, id := range list {
+		known[id] = Sum(id)
+	}
+	return known
 }

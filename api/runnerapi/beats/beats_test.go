@@ -1,6 +1,10 @@
 package beats_test
 
 import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -49,4 +53,73 @@ func TestOneListAgain(t *testing.T) {
 	if s.Answered(m, runnerapi.Heartbeated{Number: m.Whole.Number, AllSandboxes: true, AllCheckpoints: true}); next().Differences != nil {
 		t.Error("asked for both lists, it sends differences")
 	}
+}
+
+// TestCheckpointsThatComeAndGo: after any answers, a message names exactly the checkpoints that have come and gone since the last
+// list that was recorded.
+func TestCheckpointsThatComeAndGo(t *testing.T) {
+	t.Parallel()
+	r := rand.New(rand.NewPCG(1, 2)) //nolint:gosec // G404: no secret
+	var s beats.Sender
+	s.Registered(1)
+	held := map[core.CheckpointID]bool{}
+	var recorded map[core.CheckpointID]bool // nil: nothing is
+	for range 2000 {
+		for range r.IntN(4) {
+			id := core.CheckpointID(fmt.Sprintf("ckpt_%d", r.IntN(20)))
+			if held[id] = !held[id]; !held[id] {
+				delete(held, id)
+			}
+		}
+		b := s.Begin()
+		b.Checkpoints = slices.Collect(maps.Keys(held))
+		m := s.Make(b)
+		if d := m.Differences; d == nil {
+			if recorded != nil {
+				t.Fatal("a whole message after an answer")
+			}
+		} else {
+			var came, gone []core.CheckpointID
+			var sum int64
+			for id := range held {
+				if recorded[id] {
+					sum ^= beats.Sum(id)
+				} else {
+					came = append(came, id)
+				}
+			}
+			for id := range recorded {
+				if !held[id] {
+					gone = append(gone, id)
+				}
+			}
+			if d.CheckpointSum != sum || !sameSet(d.Checkpoints, came) || !sameSet(d.GoneCheckpoints, gone) || d.AllCheckpoints != (recorded == nil) {
+				t.Fatalf("the message is %+v; came %v, gone %v, sum %d", d, came, gone, sum)
+			}
+		}
+		out := runnerapi.Heartbeated{Number: m.Whole.Number, AllSandboxes: r.IntN(20) == 0, AllCheckpoints: r.IntN(20) == 0}
+		if len(m.Whole.Checkpoints) > 0 && r.IntN(5) == 0 {
+			out.Unsettled = m.Whole.Checkpoints[:1]
+		}
+		if r.IntN(10) == 0 {
+			out.Number--
+		}
+		s.Answered(m, out)
+		recorded = nil
+		if out.Number == m.Whole.Number && !out.AllCheckpoints {
+			recorded = maps.Clone(held)
+			for _, id := range out.Unsettled {
+				delete(recorded, id)
+			}
+		}
+		if r.IntN(20) == 0 {
+			s.Unanswered()
+			recorded = nil
+		}
+	}
+}
+
+// sameSet says whether two lists have the same ids, in any order.
+func sameSet(a, b []core.CheckpointID) bool {
+	return slices.Equal(slices.Sorted(slices.Values(a)), slices.Sorted(slices.Values(b)))
 }

@@ -96,7 +96,12 @@ func TestKeys(t *testing.T) {
 			}
 		}
 	}
-	// A client without a good key cannot make the server read much.
+	// A client without a good key is refused before it has sent its body.
+	for _, route := range []string{"POST /v1/vms", "POST /vms/vm/files", "POST /v1/vms/vm/cmd"} {
+		method, path, _ := strings.Cut(route, " ")
+		controllertest.WantRefusedBeforeBody(t, method, w.keyed+path, "", nil)
+		controllertest.WantRefusedBeforeBody(t, method, w.keyed+path, "", http.Header{"Authorization": {"Bearer wrong"}})
+	}
 	w.do(ask{method: "POST", path: "/vms/vm/files", body: `{"files":[]}`, at: in("any", "wrong")}).want(t, http.StatusUnauthorized, nil)
 
 	// What a foreign key gets for a VM is what it gets for one that does not exist.

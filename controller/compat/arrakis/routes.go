@@ -93,7 +93,6 @@ func (l *layer) answer(w http.ResponseWriter, r *http.Request, most int64, h han
 	if most > maxBody || !open { // the key is checked before the body is read
 		key, err := client.Self(ctx)
 		if err != nil {
-			w.Header().Set("Connection", "close") // the server would read the body before it answers
 			return err
 		}
 		if most > maxBody {

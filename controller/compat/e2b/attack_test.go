@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/controllertest"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -91,22 +92,10 @@ func TestKeyIsCheckedBeforeTheBody(t *testing.T) {
 		"POST /v2/sandboxes/ID/connect", "POST /sandboxes/ID/fork", "POST /sandboxes/ID/snapshots", "PUT /sandboxes/ID/network",
 	} {
 		method, path, _ := strings.Cut(strings.ReplaceAll(route, "ID", id), " ")
-		ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second) // less than shared.BodyTime
-		body, never := io.Pipe()
-		req, err := http.NewRequestWithContext(ctx, method, w.url+path, body)
-		if err != nil {
-			t.Fatal(err)
-		}
-		req.Header.Set("X-API-KEY", "no-key")
-		resp, err := http.DefaultClient.Do(req)
-		if err != nil {
-			t.Errorf("%s: %v", route, err)
-		} else if _ = resp.Body.Close(); resp.StatusCode != http.StatusUnauthorized {
-			t.Errorf("%s: status %d", route, resp.StatusCode)
-		}
-		_ = never.Close()
-		cancel()
+		controllertest.WantRefusedBeforeBody(t, method, w.url+path, "", http.Header{"X-Api-Key": {"no-key"}})
+		controllertest.WantRefusedBeforeBody(t, method, w.url+path, "", nil)
 	}
+	controllertest.WantRefusedBeforeBody(t, http.MethodPost, w.url+"/files?path=a", "49983-"+id+".sandbox.example", nil)
 }
 
 // A token opens its own sandbox, for its own purpose, and nothing else; and it ends with its key.

@@ -1,6 +1,7 @@
 package e2b
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"io"
@@ -23,7 +24,16 @@ type handler func(w http.ResponseWriter, r *http.Request, c call) error
 type call struct {
 	*coppice.Client
 	layer   *layer
-	sandbox string // of the path
+	sandbox string          // of the path
+	key     *coppice.APIKey // nil: it was not asked for yet
+}
+
+// Self returns the key of the call. It asks the API, unless checkKey has done so.
+func (c call) Self(ctx context.Context) (coppice.APIKey, error) {
+	if c.key != nil {
+		return *c.key, nil
+	}
+	return c.Client.Self(ctx)
 }
 
 // controlRoutes are the routes of E2B's control plane. Every other route answers with an error in E2B's form.
@@ -60,14 +70,10 @@ func (l *layer) controlRoutes() http.Handler {
 			ctx, client := l.caller(r)
 			r = r.WithContext(ctx)
 			r.Body = shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, maxBody), Writer: w}
-			var err error
-			if r.ContentLength != 0 { // the key is checked before the body is read
-				if _, err = client.Self(ctx); err != nil {
-					w.Header().Set("Connection", "close") // the server would read the body before it answers
-				}
-			}
+			c := call{Client: client, layer: l, sandbox: r.PathValue("id")}
+			err := c.checkKey(r)
 			if err == nil {
-				err = h(w, r, call{client, l, r.PathValue("id")})
+				err = h(w, r, c)
 			}
 			if err != nil {
 				l.fail(w, r, err)
@@ -75,6 +81,22 @@ func (l *layer) controlRoutes() http.Handler {
 		})
 	}
 	return l.fallback(mux)
+}
+
+// checkKey checks the key of a request that has a body, before the body is read.
+func (c *call) checkKey(r *http.Request) error {
+	if r.ContentLength == 0 {
+		return nil
+	}
+	key, err := c.Client.Self(r.Context())
+	switch {
+	case errors.Is(err, coppice.CodeRateLimited): // the key is good, and the request counts for a rate of its own
+		return nil
+	case err != nil:
+		return err
+	}
+	c.key = &key
+	return nil
 }
 
 // fallback gives the mux's own refusals E2B's form.

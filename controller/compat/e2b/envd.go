@@ -136,6 +136,7 @@ func running(ws coppice.Workspace) bool {
 
 // refuseVisit writes an error: in Connect's form to a Connect request, and in E2B's form to others.
 func (l *layer) refuseVisit(w http.ResponseWriter, r *http.Request, f *shared.StatusError) {
+	shared.CloseStranger(w, f.Status)
 	if errs := connect.NewErrorWriter(); errs.IsSupported(r) {
 		_ = errs.Write(w, r, rpcError(r.Context(), f)) // the client may have gone
 		return

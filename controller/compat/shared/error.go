@@ -76,6 +76,14 @@ func Recover(r *http.Request, log *slog.Logger, answer func(*StatusError)) {
 	answer(Translate(errors.New("panic")))
 }
 
+// CloseStranger has the connection of a client without a key closed after the answer. Otherwise the server would read the unread body of the
+// request before it answers.
+func CloseStranger(w http.ResponseWriter, status int) {
+	if status == http.StatusUnauthorized {
+		w.Header().Set("Connection", "close")
+	}
+}
+
 // WriteJSON writes an answer. absent is written with status 500 in place of one that cannot be encoded.
 func WriteJSON(w http.ResponseWriter, status int, v any, absent string) {
 	var b bytes.Buffer
@@ -86,6 +94,7 @@ func WriteJSON(w http.ResponseWriter, status int, v any, absent string) {
 		b.Reset()
 		b.WriteString(absent + "\n")
 	}
+	CloseStranger(w, status)
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
 	_, _ = w.Write(b.Bytes()) // the client may have gone

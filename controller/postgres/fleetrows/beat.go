@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// beatRow is what a runner's row was before a heartbeat changed it.
+// beatRow is what a heartbeat finds. Number, Known and HeartbeatAt are what they were before it.
 type beatRow struct {
 	Number      int64           `db:"number"`
 	Known       bool            `db:"known"`
@@ -89,6 +89,59 @@ func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.
 		out.Settled = row.HeartbeatAt.Add(-oldBeatAge)
 	}
 	return out, nil
+}
+
+// quietRow is what a quiet heartbeat finds. HeartbeatAt is what it was before.
+type quietRow struct {
+	ID          core.RunnerID   `db:"id"`
+	HeartbeatAt time.Time       `db:"heartbeat_at"`
+	Endpoint    string          `db:"endpoint"`
+	ImagesSum   string          `db:"images_sum"`
+	Removed     []core.RunnerID `db:"removed"`
+}
+
+// HeartbeatQuietRunners waits for no lock, so that no runner delays another one.
+func (t *Tx) HeartbeatQuietRunners(ctx context.Context, list []controller.QuietBeat, terms controller.BeatTerms) (map[core.RunnerID]controller.Beaten, error) {
+	var (
+		ids                              []core.RunnerID
+		epochs, numbers, answered, disks []int64
+		started                          []time.Time
+		capacities, allocated            []runnerapi.Capacity
+		kvm, urls                        []string
+		keys                             [][]byte
+	)
+	for _, b := range list {
+		ids, epochs, numbers, answered = append(ids, b.ID), append(epochs, b.LeaseEpoch), append(numbers, b.Number), append(answered, b.Answered)
+		started, disks, kvm = append(started, b.Info.StartedAt.Truncate(time.Microsecond)), append(disks, b.Info.DiskFreeMB), append(kvm, b.Info.KVM)
+		capacities, allocated = append(capacities, b.Info.Capacity), append(allocated, b.Info.Allocated)
+		keys, urls = append(keys, pgtx.OrNone(b.Info.EgressKey)), append(urls, b.Info.EgressURL)
+	}
+	rows, err := pgtx.Many[quietRow](ctx, t, `
+		UPDATE runners r SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), allocated = was.said, disk_free_mb = was.disk, beat = was.number, beat_at = now()
+		FROM (
+			SELECT w.id, w.heartbeat_at, b.number, b.allocated AS said, b.disk
+			FROM unnest(@ids::text[], @epochs::bigint[], @started::timestamptz[], @numbers::bigint[], @answered::bigint[], @capacities::jsonb[], @allocated::jsonb[],
+				@disks::bigint[], @kvm::text[], @keys::bytea[], @urls::text[]) AS b (id, epoch, started, number, answered, capacity, allocated, disk, kvm, egress_key, egress_url)
+			JOIN runners w ON w.id = b.id
+			WHERE w.lease_epoch = b.epoch AND w.started_at = b.started AND w.fenced_at IS NULL
+				AND w.beat_epoch = w.lease_epoch AND w.beat_at = w.heartbeat_at AND w.beat = b.answered AND b.number > b.answered
+				AND w.capacity = b.capacity AND w.kvm = b.kvm AND w.egress_key = b.egress_key AND w.egress_url = b.egress_url
+				AND NOT EXISTS (SELECT FROM store_holds s WHERE s.runner_id = w.id)
+			ORDER BY w.id FOR NO KEY UPDATE OF w SKIP LOCKED
+		) was
+		WHERE r.id = was.id
+		RETURNING r.id, was.heartbeat_at, r.endpoint,
+			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = r.id), '') AS images_sum,
+			ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT `+maxRemoved+`) AS removed`,
+		pgtx.Args{
+			"ids": pgtx.Texts(ids), "epochs": epochs, "started": started, "numbers": numbers, "answered": answered, "capacities": capacities, "allocated": allocated,
+			"disks": disks, "kvm": kvm, "keys": keys, "urls": urls, "ttl": terms.Lease.Seconds(), "within": terms.RemovedWithin.Seconds(),
+		})
+	out := make(map[core.RunnerID]controller.Beaten, len(rows))
+	for _, row := range rows {
+		out[row.ID] = controller.Beaten{Next: true, Settled: row.HeartbeatAt, ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Removed: row.Removed}
+	}
+	return out, err
 }
 
 // refused says why a heartbeat is not applied. A runner must end its sandboxes only if its lease was given up, or if another

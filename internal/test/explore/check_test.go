@@ -23,7 +23,7 @@ var underWay = []string{
 // atRest reports whether nothing is under way.
 func (w *world) atRest() bool { return w.number(anyUnderWay) == 0 }
 
-// anyUnderWay is their sum: it is asked for all the time.
+// anyUnderWay is their sum: the explorer asks for it all the time.
 var anyUnderWay = "SELECT (" + strings.Join(underWay, ") + (") + ")"
 
 // settle waits until nothing is under way, and the runner has said what it holds.
@@ -126,9 +126,20 @@ var rows = map[string]string{
 
 // check looks for what was broken.
 func (w *world) check(s schedule, set scene, replies []reply) {
-	if len(w.log.faults) > 0 {
+	if w.log.broken() {
 		return
 	}
+	w.whole()
+	w.identities()
+	w.rules(set, replies)
+	for _, r := range replies {
+		w.answered(s, r)
+	}
+	w.bystanders(s, set)
+}
+
+// whole looks for what must hold of everything at any time when nothing is under way.
+func (w *world) whole() {
 	for what, query := range rows {
 		if n := w.number(query); n != 0 {
 			w.log.fail("%d %s", n, what)
@@ -146,12 +157,6 @@ func (w *world) check(s schedule, set scene, replies []reply) {
 	if n := len(w.living()); int(w.spaces.Load()) != n {
 		w.log.fail("there are %d namespaces for %d sandboxes", w.spaces.Load(), n)
 	}
-	w.identities()
-	w.rules(set, replies)
-	for _, r := range replies {
-		w.answered(s, r)
-	}
-	w.bystanders(s, set)
 }
 
 // identities compares what runs with the rows.
@@ -254,6 +259,11 @@ func (w *world) bystanders(s schedule, set scene) {
 	w.lives(s, set.workspace)
 	w.lasts(s, set.older)
 	w.lasts(s, set.checkpoint)
+	w.noneLost(s)
+}
+
+// noneLost says whether the schedule lost a workspace though nobody gave up the runner.
+func (w *world) noneLost(s schedule) {
 	if n := w.number(`SELECT count(*) FROM workspaces WHERE state = 'lost' AND project_id = $1`, w.project); n != 0 && !s.has(fencing) {
 		w.log.fail("%d workspaces are lost though nobody gave up their runner", n)
 	}

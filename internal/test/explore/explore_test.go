@@ -87,7 +87,7 @@ func TestExplore(t *testing.T) { //nolint:paralleltest // failpoints are the pro
 		slices.SortStableFunc(turn, func(a, b int) int { return all[a-1].group() - all[b-1].group() })
 	}
 	x := &exploration{all: all, turn: turn, began: time.Now()}
-	for len(x.turn) > 0 && (*bound == 0 || time.Since(x.began) < *bound) {
+	for len(x.turn) > 0 && !x.late() {
 		t.Run(fmt.Sprint("world of ", x.turn[0]), x.world)
 	}
 	if left := len(x.turn); left > 0 {
@@ -117,52 +117,59 @@ type exploration struct {
 	ran, missed, worlds int
 }
 
-// perWorld is how many schedules are played in a world. To make one costs more than to play a schedule.
+// perWorld is how many schedules are played in a world. A world costs more than a schedule.
 const perWorld = 24
 
 // world makes a world and plays the next schedules in it, until one breaks something.
 func (x *exploration) world(t *testing.T) {
 	x.worlds++
-	first := x.all[x.turn[0]-1]
-	w, err := newWorld(t, first.granting())
+	number := x.turn[0]
+	x.turn = x.turn[1:] // it is not tried again if there can be no world
+	s := x.all[number-1]
+	w, err := newWorld(t, s.granting())
 	defer w.end()
 	if err != nil {
-		t.Fatal(err, strings.Join(w.log.lines, "\n"))
+		t.Fatalf("FAULT in schedule %d: its world was not made: %v\n%s", number, err, strings.Join(w.log.lines, "\n"))
 	}
-	for len(w.played) < perWorld && len(x.turn) > 0 {
-		number := x.turn[0]
-		s := x.all[number-1]
-		if len(w.played) > 0 && s.group() != first.group() {
-			return
-		}
-		x.turn = x.turn[1:]
+	for {
 		w.played = append(w.played, fmt.Sprint(number))
-		if !t.Run(fmt.Sprint(number), func(t *testing.T) { x.play(t, w, number, s) }) || s.alone() {
-			return
+		last := !t.Run(fmt.Sprint(number), func(t *testing.T) { x.play(t, w, number, s) }) || s.needsOwnWorld() || len(w.played) == perWorld
+		if last || len(x.turn) == 0 || x.late() || x.all[x.turn[0]-1].group() != s.group() {
+			break
 		}
+		number = x.turn[0]
+		x.turn = x.turn[1:]
+		s = x.all[number-1]
+	}
+	w.end()
+	if lines, faults := w.log.take(); len(faults) > 0 {
+		t.Errorf("FAULT in schedule %s, at the end of its world: %s\n%s", strings.Join(w.played, ","), strings.Join(faults, "; "), strings.Join(lines, "\n"))
 	}
 }
+
+// late reports whether no more schedules may begin.
+func (x *exploration) late() bool { return *bound != 0 && time.Since(x.began) > *bound }
 
 // play plays a schedule, and says what it broke.
 func (x *exploration) play(t *testing.T, w *world, number int, s schedule) {
 	t.Helper()
 	began := time.Now()
 	reached := w.play(s)
-	if len(w.log.faults) == 0 && !s.alone() {
-		w.clear()
+	if !w.log.broken() && !s.needsOwnWorld() {
+		w.clear(s)
 	}
-	if len(w.log.faults) > 0 || *only != "" {
-		t.Log("\n" + strings.Join(w.log.lines, "\n"))
+	lines, faults := w.log.take()
+	if len(faults) > 0 || *only != "" {
+		t.Log("\n" + strings.Join(lines, "\n"))
 	}
-	for _, fault := range w.log.faults {
+	for _, fault := range faults {
 		t.Errorf("FAULT in schedule %d (%s): %s", number, s, fault)
 	}
-	if len(w.log.faults) > 0 {
+	if len(faults) > 0 {
 		t.Errorf("again: make explore SCHEDULE=%d, or with what its world had played before: SCHEDULE=%s", number, strings.Join(w.played, ","))
 	}
 	if x.ran++; !reached {
 		x.missed++
 	}
 	t.Logf("schedule %d (%s): reached %v, %s", number, s, reached, time.Since(began).Round(time.Millisecond))
-	w.log.reset()
 }

@@ -75,17 +75,19 @@ func (m *mail) messages() int {
 // release delivers what was held back, and returns when it was delivered.
 func (m *mail) release() {
 	m.mu.Lock()
-	late := m.late
-	m.late = nil
 	if m.released != nil && m.fault != "" {
 		m.fault = ""
 		close(m.released)
 	}
 	m.mu.Unlock()
+	m.work.Wait() // a message that was being copied has its copy now
+	m.mu.Lock()
+	late := m.late
+	m.late = nil
+	m.mu.Unlock()
 	if late != nil {
 		late()
 	}
-	m.work.Wait()
 }
 
 // next counts a message and says what goes wrong with it.
@@ -99,6 +101,7 @@ func (m *mail) next() (fault string, reached, released, carried chan struct{}) {
 		}
 		return "", nil, nil, nil
 	}
+	m.work.Add(1) // until it was carried
 	return m.fault, m.reached, m.released, m.carried
 }
 
@@ -117,6 +120,7 @@ func (m *mail) carrier(next http.Handler, which func(*http.Request) bool) http.H
 			}
 			return
 		}
+		defer m.work.Done()
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
 			panic(http.ErrAbortHandler)
@@ -141,8 +145,6 @@ func (m *mail) carrier(next http.Handler, which func(*http.Request) bool) http.H
 			m.late = func() { next.ServeHTTP(httptest.NewRecorder(), again()) }
 			m.mu.Unlock()
 		case delayed, overtaken, failed:
-			m.work.Add(1)
-			defer m.work.Done()
 			close(reached)
 			if fault != overtaken {
 				carried = nil

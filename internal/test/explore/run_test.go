@@ -68,13 +68,13 @@ func (w *world) hold(place string) (holder, error) {
 // granting reports whether a schedule needs a world with an egress process.
 func (s schedule) granting() bool { return s.has("grant", "revoke") }
 
-// alone reports whether no other schedule may be played in its world: it needs a new one, or leaves one that others cannot use.
-func (s schedule) alone() bool { return s.kind == "seal" || s.kind == fencing }
+// needsOwnWorld reports whether no other schedule may be played in its world: it needs a new one, or leaves one that others cannot use.
+func (s schedule) needsOwnWorld() bool { return s.kind == "seal" || s.kind == fencing }
 
 // group says which schedules share worlds.
 func (s schedule) group() int {
 	switch {
-	case s.alone():
+	case s.needsOwnWorld():
 		return 0
 	case s.granting():
 		return 1
@@ -83,7 +83,10 @@ func (s schedule) group() int {
 }
 
 // clear ends what a schedule has left, so that another one can be played in the same world. Its checkpoints stay.
-func (w *world) clear() {
+func (w *world) clear(s schedule) {
+	w.calls.release()
+	w.reports.release()
+	w.noneLost(s)
 	for _, id := range w.strings(`SELECT id FROM workspaces WHERE ended_at IS NULL AND state <> 'lost'`) {
 		if _, err := w.second.Terminate(w.t.Context(), w.project, core.WorkspaceID(id), patience); err != nil {
 			w.log.fail("the world was not cleared: %v", err)
@@ -98,6 +101,7 @@ func (w *world) clear() {
 	}
 	w.settle()
 	w.unseal()
+	w.whole()
 }
 
 // play runs a schedule, in a project of its own. It reports whether the place was reached.
@@ -112,7 +116,7 @@ func (w *world) play(s schedule) bool {
 		w.log.fail("the scene was not set: %v", err)
 		return false
 	}
-	if len(w.log.faults) > 0 {
+	if w.log.broken() {
 		return false
 	}
 	h, err := w.hold(s.place)

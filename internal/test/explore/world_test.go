@@ -102,7 +102,7 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	}
 	w.after(func() { _ = w.files.Close() })
 	var listeners []string
-	for i, loop := range []time.Duration{leaseTime, 100 * time.Millisecond} {
+	for i, loop := range []time.Duration{leaseTime, 50 * time.Millisecond} {
 		c, url, err := w.control(w.sides[i], loop)
 		if err != nil {
 			return w, err
@@ -277,19 +277,28 @@ func (w *world) within(limit time.Duration, ok func() bool) bool {
 
 // transcript is what happened in a world, to be shown when a schedule fails.
 type transcript struct {
-	began  time.Time
 	mu     sync.Mutex // guards what follows
+	began  time.Time
 	lines  []string
 	faults []string
 }
 
 const maxLines = 4000
 
-// reset forgets what happened.
-func (l *transcript) reset() {
+// take returns what happened, and begins anew.
+func (l *transcript) take() (lines, faults []string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	lines, faults = l.lines, l.faults
 	l.began, l.lines, l.faults = time.Now(), nil, nil
+	return lines, faults
+}
+
+// broken reports whether there is a fault.
+func (l *transcript) broken() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.faults) > 0
 }
 
 // Write implements io.Writer, for the logs of all parts.
@@ -307,7 +316,10 @@ func (l *transcript) logger() *slog.Logger {
 }
 
 func (l *transcript) note(format string, args ...any) {
-	_, _ = fmt.Fprintf(l, "EXPLORER %s "+format+"\n", append([]any{time.Since(l.began).Round(time.Millisecond)}, args...)...)
+	l.mu.Lock()
+	began := l.began
+	l.mu.Unlock()
+	_, _ = fmt.Fprintf(l, "EXPLORER %s "+format+"\n", append([]any{time.Since(began).Round(time.Millisecond)}, args...)...)
 }
 
 func (l *transcript) fail(format string, args ...any) {

@@ -112,6 +112,10 @@ func (r *scaleReport) show(w io.Writer) error {
 		p.Line("")
 		showSizes(p, ch.Before, ch.After)
 	}
+	if h.Beats > 0 {
+		showStatements(p, "The most expensive statements while no runner sends heartbeats", h.Idle, h.IdleSeconds)
+		showStatements(p, "The most expensive statements during heartbeats", h.Statements, h.Seconds)
+	}
 	if len(r.Grew) > 0 {
 		p.Line("\nA fork's statements that cost more with all runners than with one")
 		rows = [][]string{{"calls", "pages", "rows", "ms", "statement"}}

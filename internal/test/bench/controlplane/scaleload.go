@@ -101,13 +101,15 @@ type heartbeatLoad struct {
 	Problem      string             `json:"problem,omitempty"` // of the first heartbeat of the run that was not answered
 	JoinS        float64            `json:"join_s"`            // until all runners of the last step had named everything, who began at once
 	JoinRefused  int64              `json:"join_not_answered"`
+	IdleSeconds  float64            `json:"idle_seconds"`
 	IdleDBShare  float64            `json:"idle_db_cpu_share"`    // of one core, while no runner beats
 	IdleDBShares map[string]float64 `json:"idle_db_cpu_share_by"` // by what the processes of the server are
 	DBShares     map[string]float64 `json:"db_cpu_share_by"`
 	ProcessShare float64            `json:"process_cpu_share"` // of one core: the controllers and the simulated runners
 	UsageBytes   int64              `json:"usage_bytes"`       // of what sandboxes use, one row each
 	UsageRows    int64              `json:"usage_rows"`
-	Statements   []statement        `json:"statements"` // the most expensive ones
+	Idle         []statement        `json:"idle_statements"` // the most expensive ones, while no runner beats
+	Statements   []statement        `json:"statements"`      // the most expensive ones
 }
 
 // measureHeartbeats measures the database's work for the heartbeats of all runners, without any other load. The figure
@@ -118,6 +120,9 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 	}
 	h := &r.Heartbeats
 	if err := c.silent(ctx, func() error {
+		if err := c.countStatements(ctx); err != nil {
+			return err
+		}
 		meter, err := c.plane.meter()
 		if err != nil {
 			return err
@@ -126,7 +131,11 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 			return err
 		}
 		used, err := meter.used()
-		h.IdleDBShare, h.IdleDBShares = used.serverShare(), used.serverShares()
+		if err != nil {
+			return err
+		}
+		h.IdleSeconds, h.IdleDBShare, h.IdleDBShares = used.wall.Seconds(), used.serverShare(), used.serverShares()
+		h.Idle, err = c.mostExpensive(ctx)
 		return err
 	}); err != nil {
 		return err
@@ -151,11 +160,9 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 	}
 	h.Seconds, h.Beats, h.Whole, h.Refused = used.wall.Seconds(), c.beats.sent.Load()-sent, c.beats.whole.Load()-whole, c.beats.refused.Load()-refused
 	h.ProcessShare, r.HeartbeatDBCPUShare, h.DBShares = used.selfShare(), used.serverShare(), used.serverShares()
-	list, err := c.statements(ctx)
-	if err != nil {
+	if h.Statements, err = c.mostExpensive(ctx); err != nil {
 		return err
 	}
-	h.Statements = list[:min(len(list), 10)]
 	err = c.db.QueryRow(ctx, `SELECT (SELECT count(*) FROM usage_totals), pg_total_relation_size('usage_totals')`).Scan(&h.UsageRows, &h.UsageBytes)
 	if h.Beats == 0 {
 		err = errors.Join(err, errors.New("no runner beat"))

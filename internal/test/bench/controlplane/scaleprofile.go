@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/coppice-dev/coppice/internal/test/bench/report"
 )
 
 // statement is the database's work for one kind of statement in a stage.
@@ -40,6 +42,24 @@ func (c *cell) statements(ctx context.Context) ([]statement, error) {
 		list[i].Query = list[i].Query[:min(len(list[i].Query), 400)]
 	}
 	return list, err
+}
+
+// mostExpensive returns the ten statements of the stage that took the most time.
+func (c *cell) mostExpensive(ctx context.Context) ([]statement, error) {
+	list, err := c.statements(ctx)
+	return list[:min(len(list), 10)], err
+}
+
+// showStatements prints what statements cost in a stage of some seconds.
+func showStatements(p *report.Printer, title string, list []statement, seconds float64) {
+	rows := [][]string{{"calls/s", "ms", "pages", "rows", "statement"}}
+	for _, s := range list {
+		rows = append(rows, []string{
+			report.Number(float64(s.Calls) / seconds), report.Number(s.MS), report.Number(s.Pages), report.Number(s.Rows), s.Query[:min(len(s.Query), 100)],
+		})
+	}
+	p.Line("\n%s", title)
+	p.Columns(rows)
 }
 
 // growth is a statement whose calls cost more in a large fleet than in a small one.
