@@ -11,8 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// TestQuietHeartbeatsShareACommit sends the quiet heartbeats of many runners at once, and one that PostgreSQL does not take as text: all others
-// count, and each gets the answer that it would have got alone.
+// TestQuietHeartbeatsShareACommit sends the quiet heartbeats of many runners at once, and one that PostgreSQL refuses: all others count, and each gets the answer that it would have got alone.
 func TestQuietHeartbeatsShareACommit(t *testing.T) {
 	t.Parallel()
 	const runners = 20

@@ -65,9 +65,9 @@ type BeatTx interface {
 	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
 	// must register again; HEARTBEAT_STALE when a later heartbeat was applied before.
 	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, terms Terms) (Order, error)
-	// HeartbeatQuietRunners extends the leases of different runners. It leaves out each heartbeat that HeartbeatRunner would refuse, or that does not follow
-	// the last applied one, or that changes the row in any other way, or whose runner holds checkpoints in the store or has a locked row. The answer has
-	// the applied ones.
+	// HeartbeatQuietRunners extends the leases of different runners, and returns those that it has extended. It skips a heartbeat that HeartbeatRunner would
+	// refuse, that is not the next after the last applied one, or that changes anything but the lease and the load. It also skips a runner that holds
+	// checkpoints in the store, or whose row is locked.
 	HeartbeatQuietRunners(ctx context.Context, list []QuietBeat, terms Terms) (map[core.RunnerID]Order, error)
 	// RunnerSandboxes lists the sandboxes that should be on the runner, or some of them.
 	RunnerSandboxes(ctx context.Context, id core.RunnerID, which SandboxFilter) ([]RunnerSandbox, error)

@@ -10,9 +10,11 @@ import (
 
 // usageTimes remembers when the usage of each sandbox was last written, so that a heartbeat writes little.
 type usageTimes struct {
-	// mu guards at.
+	// mu guards what follows.
 	mu sync.Mutex
 	at map[core.SandboxID]time.Time
+	// swept is when those were last removed that no runner reports any more.
+	swept time.Time
 }
 
 // due returns the part of a report that must be written: ended sandboxes, and sandboxes that were not written for a while.
@@ -42,6 +44,10 @@ func (s *usageTimes) written(list []runnerapi.Usage, every time.Duration) {
 			delete(s.at, u.SandboxID)
 		}
 	}
+	if now.Sub(s.swept) < every { // it takes time for all sandboxes of the cluster
+		return
+	}
+	s.swept = now
 	for id, at := range s.at {
 		if now.Sub(at) > 10*every {
 			delete(s.at, id)

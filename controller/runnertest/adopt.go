@@ -42,7 +42,7 @@ func (r *Runner) BeatDifferences(ctx context.Context, base, secret string) (Beat
 	}
 	epoch := r.lease.LeaseEpoch
 	r.mu.Unlock()
-	whole := r.NextBeat(epoch)
+	whole := r.nextBeat(epoch)
 	r.mu.Lock()
 	ended := len(r.ended)
 	whole.Usage = append(whole.Usage, r.ended...)

@@ -19,6 +19,13 @@ import (
 
 // NextBeat collects a heartbeat with all that the fake holds, and gives it the next number of the lease.
 func (r *Runner) NextBeat(epoch int64) runnerapi.Heartbeat {
+	beat := r.nextBeat(epoch)
+	slices.Sort(beat.Checkpoints)
+	return beat
+}
+
+// nextBeat is NextBeat with the checkpoints in any order.
+func (r *Runner) nextBeat(epoch int64) runnerapi.Heartbeat {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.epoch != epoch {
@@ -26,7 +33,7 @@ func (r *Runner) NextBeat(epoch int64) runnerapi.Heartbeat {
 		r.sender.Registered(epoch)
 	}
 	beat := r.sender.Begin()
-	beat.Info, beat.Checkpoints = r.info(), slices.Sorted(maps.Keys(r.checkpoints))
+	beat.Info, beat.Checkpoints = r.info(), slices.AppendSeq(make([]core.CheckpointID, 0, len(r.checkpoints)), maps.Keys(r.checkpoints))
 	for _, id := range slices.Sorted(maps.Keys(r.sandboxes)) {
 		beat.Sandboxes = append(beat.Sandboxes, r.sandboxes[id].Sandbox)
 	}

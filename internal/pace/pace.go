@@ -2,6 +2,7 @@ package pace
 
 import (
 	"context"
+	"math/rand/v2"
 	"time"
 )
 
@@ -15,6 +16,11 @@ func Pause(ctx context.Context, d time.Duration) error {
 	case <-timer.C:
 		return nil
 	}
+}
+
+// Spread shortens d by up to a tenth, at random, so that those who began together do not stay together.
+func Spread(d time.Duration) time.Duration {
+	return d - rand.N(d/10+1) //nolint:gosec // G404: no secret
 }
 
 // Every calls do at once, then at every interval and whenever wake receives, until the context ends. A nil wake never receives.

@@ -53,3 +53,16 @@ func TestEvery(t *testing.T) {
 		}
 	})
 }
+
+func TestSpread(t *testing.T) {
+	t.Parallel()
+	const d = 5 * time.Second
+	least, most := d, time.Duration(0)
+	for range 1000 {
+		got := pace.Spread(d)
+		least, most = min(least, got), max(most, got)
+	}
+	if least < d*9/10 || least > d*92/100 || most > d || most < d*98/100 || pace.Spread(0) != 0 {
+		t.Errorf("a thousand times between %s and %s", least, most)
+	}
+}

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/pass"
 	"github.com/coppice-dev/coppice/runner"
 )
@@ -104,7 +105,7 @@ func New(r *runner.Runner, cfg Config) (*Link, error) {
 	return l, nil
 }
 
-// Run registers, then sends heartbeats until ctx ends: three times per lease, and whenever something happened. It retries a controller that
+// Run registers, then sends heartbeats until ctx ends: three times per lease or a little more often, and whenever something happened. It retries a controller that
 // is unreachable, and registers again with one that no longer knows the lease.
 func (l *Link) Run(ctx context.Context) error {
 	const retry = time.Second
@@ -130,7 +131,7 @@ func (l *Link) Run(ctx context.Context) error {
 			l.cfg.Log.WarnContext(ctx, "controller was not reached", "err", err)
 			next = retry
 		}
-		timer.Reset(next)
+		timer.Reset(pace.Spread(next))
 	}
 }
 

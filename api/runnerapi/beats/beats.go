@@ -4,10 +4,14 @@ package beats
 
 import (
 	"reflect"
+	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 )
+
+// usageEvery is how often a heartbeat with differences has the usage of a sandbox that lives. Controllers record it less often.
+const usageEvery = 20 * time.Second
 
 // Sender makes the heartbeats of one runner. Its zero value has no lease. It is not safe for concurrent use.
 type Sender struct {
@@ -17,6 +21,7 @@ type Sender struct {
 	// What the controllers have recorded of the last answered heartbeat; nil: that is not known, and the next heartbeat has all of it.
 	sandboxes   map[core.SandboxID]runnerapi.Sandbox // living ones
 	checkpoints map[core.CheckpointID]int64          // with the checksum of each
+	usage       map[core.SandboxID]time.Time         // when an answered heartbeat last had the usage of a sandbox
 }
 
 // Message is one heartbeat.
@@ -35,7 +40,7 @@ func (s *Sender) Begin() runnerapi.Heartbeat {
 	return runnerapi.Heartbeat{LeaseEpoch: s.epoch, Number: s.number, Answered: s.answered}
 }
 
-// Make makes the message of a heartbeat that Begin has returned.
+// Make makes the message of a heartbeat that Begin has returned. No list in it names an id twice.
 func (s *Sender) Make(whole runnerapi.Heartbeat) Message {
 	m := Message{Whole: whole}
 	if s.sandboxes == nil && s.checkpoints == nil {
@@ -63,8 +68,39 @@ func (s *Sender) Make(whole runnerapi.Heartbeat) Message {
 	if same < len(s.checkpoints) {
 		d.GoneCheckpoints = missing(s.checkpoints, whole.Checkpoints)
 	}
+	d.Usage = s.dueUsage(whole.Usage)
 	m.Differences = &d
 	return m
+}
+
+// dueUsage returns the usage that controllers may want to record: of ended sandboxes, and of those that were not in an answered heartbeat for a while.
+func (s *Sender) dueUsage(list []runnerapi.Usage) (due []runnerapi.Usage) {
+	for _, u := range list {
+		if u.Ended || time.Since(s.usage[u.SandboxID]) >= usageEvery {
+			due = append(due, u)
+		}
+	}
+	return due
+}
+
+// noteUsage notes what was in an answered message. It forgets sandboxes that the runner no longer lists.
+func (s *Sender) noteUsage(m Message) {
+	was := s.usage
+	s.usage = make(map[core.SandboxID]time.Time, len(m.Whole.Usage))
+	for _, u := range m.Whole.Usage {
+		if at, there := was[u.SandboxID]; there && !u.Ended {
+			s.usage[u.SandboxID] = at
+		}
+	}
+	sent := m.Whole.Usage
+	if m.Differences != nil {
+		sent = m.Differences.Usage
+	}
+	for _, u := range sent {
+		if !u.Ended {
+			s.usage[u.SandboxID] = time.Now()
+		}
+	}
 }
 
 // missing returns the recorded checkpoints that are not in a list.
@@ -92,6 +128,7 @@ func (s *Sender) Answered(m Message, out runnerapi.Heartbeated) (again bool) {
 		return false
 	}
 	s.answered = out.Number
+	s.noteUsage(m)
 	if !out.AllSandboxes {
 		s.sandboxes = make(map[core.SandboxID]runnerapi.Sandbox, len(m.Whole.Sandboxes))
 		for _, sb := range m.Whole.Sandboxes {

@@ -5,7 +5,11 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
+	"unicode"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/api/runnerapi/beats"
@@ -59,7 +63,7 @@ func TestOneListAgain(t *testing.T) {
 // list that was recorded.
 func TestCheckpointsThatComeAndGo(t *testing.T) {
 	t.Parallel()
-	r := rand.New(rand.NewPCG(1, 2)) //nolint:gosec // G404: no secret
+	r := rand.New(rand.NewPCG(1, 2))
 	var s beats.Sender
 	s.Registered(1)
 	held := map[core.CheckpointID]bool{}
@@ -122,4 +126,54 @@ func TestCheckpointsThatComeAndGo(t *testing.T) {
 // sameSet says whether two lists have the same ids, in any order.
 func sameSet(a, b []core.CheckpointID) bool {
 	return slices.Equal(slices.Sorted(slices.Values(a)), slices.Sorted(slices.Values(b)))
+}
+
+// TestUsage: a message with differences has the usage of a sandbox at first, and then only after a while; of an ended one until it is answered.
+func TestUsage(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var s beats.Sender
+		s.Registered(1)
+		for i, c := range []struct {
+			list     string // the sandboxes whose usage the runner knows; a capital letter: an ended one
+			answered bool
+			want     string
+		}{
+			{list: "ab", answered: true, want: "ab"}, // a whole list
+			{list: "ab", answered: true},
+			{list: "abc", want: "c"},
+			{list: "abc", answered: true, want: "abc"}, // a whole list, because there was no answer
+			{list: "aBc", answered: true, want: "B"},
+			{list: "ac", answered: true},
+			{list: "ac", answered: true, want: "ac"}, // 27 s after the last time
+			{list: "abc", answered: true, want: "b"},
+		} {
+			b := s.Begin()
+			for _, name := range c.list {
+				b.Usage = append(b.Usage, runnerapi.Usage{SandboxID: core.SandboxID(strings.ToLower(string(name))), Ended: unicode.IsUpper(name)})
+			}
+			m := s.Make(b)
+			sent := m.Whole.Usage
+			if m.Differences != nil {
+				sent = m.Differences.Usage
+			}
+			got := ""
+			for _, u := range sent {
+				name := string(u.SandboxID)
+				if u.Ended {
+					name = strings.ToUpper(name)
+				}
+				got += name
+			}
+			if got != c.want {
+				t.Errorf("message %d has the usage of %q, want %q", i, got, c.want)
+			}
+			if c.answered {
+				s.Answered(m, runnerapi.Heartbeated{Number: m.Whole.Number})
+			} else {
+				s.Unanswered()
+			}
+			time.Sleep(9 * time.Second)
+		}
+	})
 }

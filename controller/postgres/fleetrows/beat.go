@@ -97,7 +97,7 @@ type quietRow struct {
 	HeartbeatAt time.Time       `db:"heartbeat_at"`
 	Endpoint    string          `db:"endpoint"`
 	ImagesSum   string          `db:"images_sum"`
-	Removed     []core.RunnerID `db:"removed"`
+	Removed     []core.RunnerID `db:"removed"` // the same for all, so only the first row has it
 }
 
 // HeartbeatQuietRunners waits for no lock, so that no runner delays another one.
@@ -117,6 +117,7 @@ func (t *Tx) HeartbeatQuietRunners(ctx context.Context, list []controller.QuietB
 		keys, urls = append(keys, pgtx.OrNone(b.Info.EgressKey)), append(urls, b.Info.EgressURL)
 	}
 	rows, err := pgtx.Many[quietRow](ctx, t, `
+		WITH u AS (
 		UPDATE runners r SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), allocated = was.said, disk_free_mb = was.disk, beat = was.number, beat_at = now()
 		FROM (
 			SELECT w.id, w.heartbeat_at, b.number, b.allocated AS said, b.disk
@@ -130,16 +131,20 @@ func (t *Tx) HeartbeatQuietRunners(ctx context.Context, list []controller.QuietB
 			ORDER BY w.id FOR NO KEY UPDATE OF w SKIP LOCKED
 		) was
 		WHERE r.id = was.id
-		RETURNING r.id, was.heartbeat_at, r.endpoint,
-			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = r.id), '') AS images_sum,
-			ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT `+maxRemoved+`) AS removed`,
+		RETURNING r.id, was.heartbeat_at, r.endpoint
+		)
+		SELECT u.id, u.heartbeat_at, u.endpoint, coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = u.id), '') AS images_sum,
+			CASE WHEN u.id = (SELECT min(id) FROM u) THEN
+				ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT `+maxRemoved+`)
+			END AS removed
+		FROM u ORDER BY u.id`,
 		pgtx.Args{
 			"ids": pgtx.Texts(ids), "epochs": epochs, "started": started, "numbers": numbers, "answered": answered, "capacities": capacities, "allocated": allocated,
 			"disks": disks, "kvm": kvm, "keys": keys, "urls": urls, "ttl": terms.Lease.Seconds(), "within": terms.RemovedWithin.Seconds(),
 		})
 	out := make(map[core.RunnerID]controller.Beaten, len(rows))
 	for _, row := range rows {
-		out[row.ID] = controller.Beaten{Next: true, Settled: row.HeartbeatAt, ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Removed: row.Removed}
+		out[row.ID] = controller.Beaten{Next: true, Settled: row.HeartbeatAt, ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Removed: rows[0].Removed}
 	}
 	return out, err
 }

@@ -217,6 +217,9 @@ func deleted(t *testing.T, forks *search.Forks, root coppice.CheckpointID) {
 		if err := forks.Client.DeleteCheckpoint(t.Context(), c.ID); err != nil {
 			t.Fatal(err)
 		}
+		if _, err := again.Save(t.Context(), c.ID, 0, search.Record{}); !errors.Is(err, search.ErrGone) {
+			t.Errorf("a change of a deleted checkpoint: %v", err)
+		}
 	}
 	r, err := newSearch(t, &again, root, 100).Run(t.Context())
 	if err != nil || r.End != search.Exhausted || r.Tried != 0 {

@@ -62,7 +62,7 @@ func (c Checkpoints) annotations(r Record) (coppice.Annotations, error) {
 func (c Checkpoints) Load(ctx context.Context, id string) (Record, int64, error) {
 	cp, err := c.Client.Checkpoint(ctx, id)
 	if err != nil {
-		return Record{}, 0, gone(err)
+		return Record{}, 0, c.gone(ctx, id, err)
 	}
 	if cp.State == coppice.CheckpointDeleted || cp.State == coppice.CheckpointFailed {
 		return Record{}, 0, fmt.Errorf("%w: checkpoint %s is %s", ErrGone, id, cp.State)
@@ -81,26 +81,44 @@ func (c Checkpoints) Save(ctx context.Context, id string, version int64, r Recor
 	if errors.Is(err, coppice.CodeVersionConflict) {
 		return 0, ErrConflict
 	}
-	return cp.Version, gone(err)
+	return cp.Version, c.gone(ctx, id, err)
 }
 
-// Children reads the records of a checkpoint's children.
+// Children reads the records of a checkpoint's children. It waits for those that are being captured: their searcher has done their actions.
 func (c Checkpoints) Children(ctx context.Context, id string) (map[string]Record, error) {
-	out := map[string]Record{}
-	for cp, err := range c.Client.Children(ctx, id) {
-		if err != nil {
-			return nil, gone(err)
+	ctx, cancel := context.WithTimeoutCause(ctx, captureTime, fmt.Errorf("a child was not captured within %s", captureTime))
+	defer cancel()
+	for {
+		out, capturing, err := c.children(ctx, id)
+		if err != nil || !capturing {
+			return out, err
 		}
-		if cp.State != coppice.CheckpointCaptured && cp.State != coppice.CheckpointSealed {
-			continue
-		}
-		if r, ok, err := c.record(cp); err != nil {
-			return nil, err
-		} else if ok {
-			out[cp.ID] = r
+		if !pause(ctx, capturePause) {
+			return nil, context.Cause(ctx)
 		}
 	}
-	return out, nil
+}
+
+// children also reports whether any child with a record is being captured.
+func (c Checkpoints) children(ctx context.Context, id string) (out map[string]Record, capturing bool, err error) {
+	out = map[string]Record{}
+	for cp, err := range c.Client.Children(ctx, id) {
+		if err != nil {
+			return nil, false, c.gone(ctx, id, err)
+		}
+		if cp.State == coppice.CheckpointFailed || cp.State == coppice.CheckpointDeleted {
+			continue
+		}
+		r, ok, err := c.record(cp)
+		if err != nil {
+			return nil, false, err
+		}
+		if ok {
+			out[cp.ID] = r
+			capturing = capturing || cp.State == coppice.CheckpointCapturing
+		}
+	}
+	return out, capturing, nil
 }
 
 func (c Checkpoints) record(cp coppice.Checkpoint) (Record, bool, error) {
@@ -119,10 +137,15 @@ func (c Checkpoints) record(cp coppice.Checkpoint) (Record, bool, error) {
 	return r, true, nil
 }
 
-// gone says of an error whether the checkpoint is no more.
-func gone(err error) error {
+// gone makes ErrGone of an error that says that a checkpoint is no more.
+func (c Checkpoints) gone(ctx context.Context, id string, err error) error {
 	if errors.Is(err, coppice.CodeCheckpointNotFound) {
 		return fmt.Errorf("%w: %w", ErrGone, err)
+	}
+	if errors.Is(err, coppice.CodeStateConflict) { // also that of a deleted checkpoint
+		if _, _, now := c.Load(ctx, id); errors.Is(now, ErrGone) {
+			return now
+		}
 	}
 	return err
 }
@@ -141,10 +164,13 @@ type Forks struct {
 	Fork coppice.ForkCheckpointRequest
 }
 
-// How long a fork lives that nobody terminates, in seconds, and how long its termination is waited for.
 const (
-	forkTTL       = 3600
-	terminateTime = time.Minute
+	forkTTL = 3600 // seconds that a fork lives that nobody terminates
+	// What an expansion has begun is waited for when its context has ended. With writeTime it is less than margin.
+	endTime = 10 * time.Second
+	// How long, and how often, a searcher looks at a child that is being captured.
+	captureTime  = time.Minute
+	capturePause = 200 * time.Millisecond
 )
 
 // Actions proposes what can be tried at a node.
@@ -159,7 +185,7 @@ func (f *Forks) Expand(ctx context.Context, n *Node, actions []Action) ([]Outcom
 	}
 	fork, err := f.Client.ForkCheckpoint(ctx, n.ID, req)
 	if err != nil {
-		return nil, errors.Join(gone(err), f.abandon(ctx, err))
+		return nil, errors.Join(f.gone(ctx, n.ID, err), f.abandon(ctx, err))
 	}
 	out := make([]Outcome, len(actions))
 	var forks sync.WaitGroup
@@ -184,7 +210,11 @@ func failure(fork coppice.ForkResult, i int) error {
 
 // try does one action in its fork, and terminates the fork. Should that fail, its time to live ends it.
 func (f *Forks) try(ctx context.Context, ws coppice.Workspace, a Action) Outcome {
-	defer func() { _ = f.terminate(ctx, ws.ID) }()
+	defer func() {
+		ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTime)
+		defer cancel()
+		_, _ = f.Client.TerminateWorkspace(ending, ws.ID)
+	}()
 	o, err := f.Act(ctx, ws, a)
 	if o.Child = ""; err != nil {
 		return Outcome{Err: err}
@@ -197,6 +227,9 @@ func (f *Forks) try(ctx context.Context, ws coppice.Workspace, a Action) Outcome
 		return Outcome{Err: err}
 	}
 	cp, err := f.Client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{Labels: f.Fork.Labels, Annotations: annotations})
+	if unfinished, ok := errors.AsType[*coppice.UnfinishedError](err); ok {
+		cp, err = f.captured(ctx, unfinished)
+	}
 	if err != nil {
 		return Outcome{Err: fmt.Errorf("checkpoint workspace %s: %w", ws.ID, err)}
 	}
@@ -204,11 +237,15 @@ func (f *Forks) try(ctx context.Context, ws coppice.Workspace, a Action) Outcome
 	return o
 }
 
-func (f *Forks) terminate(ctx context.Context, id coppice.WorkspaceID) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), terminateTime)
+// captured waits a little longer for a checkpoint that is being made. If nobody wrote it down, its action would be tried again.
+func (f *Forks) captured(ctx context.Context, unfinished *coppice.UnfinishedError) (cp coppice.Checkpoint, err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTime)
 	defer cancel()
-	_, err := f.Client.TerminateWorkspace(ctx, id)
-	return err
+	op, err := f.Client.WaitOperation(ctx, unfinished.OperationID)
+	if err != nil || op.State != coppice.OperationSucceeded {
+		return cp, errors.Join(unfinished, err)
+	}
+	return cp, json.Unmarshal(op.Result, &cp)
 }
 
 // abandon ends a fork that is no longer waited for, and terminates what it has made.
@@ -217,7 +254,7 @@ func (f *Forks) abandon(ctx context.Context, cause error) error {
 	if !ok {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), terminateTime)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTime)
 	defer cancel()
 	op, err := f.Client.CancelOperation(ctx, unfinished.OperationID)
 	if err != nil || op.State != coppice.OperationSucceeded {
@@ -227,11 +264,13 @@ func (f *Forks) abandon(ctx context.Context, cause error) error {
 	if err := json.Unmarshal(op.Result, &fork); err != nil {
 		return err
 	}
-	var errs []error
-	for _, child := range fork.Children {
+	errs := make([]error, len(fork.Children))
+	var ends sync.WaitGroup
+	for i, child := range fork.Children {
 		if child.Workspace != nil {
-			errs = append(errs, f.terminate(ctx, child.Workspace.ID))
+			ends.Go(func() { _, errs[i] = f.Client.TerminateWorkspace(ctx, child.Workspace.ID) })
 		}
 	}
+	ends.Wait()
 	return errors.Join(errs...)
 }

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -16,13 +17,13 @@ const (
 	MaxRecord = 12 << 10
 	// MaxSearchers bounds the searchers that are named in one record.
 	MaxSearchers = 32
-	// MaxReason bounds the reason of an action that led to no node, in bytes.
-	MaxReason = 200
+	// MaxReason bounds the reason of an action that led to no node, in bytes of JSON. The rest is cut.
+	MaxReason = 160
 
 	maxName     = 128 // bytes of the name of an action or of a searcher
 	maxSearches = 64  // bytes of the name of a search
 	earlier     = "-"
-	// What an edge needs besides its action when it has been tried: the id of its child, and numbers.
+	// What an edge needs besides its action when it has been tried: the id of its child and numbers, or a reason.
 	triedBytes = 200
 )
 
@@ -195,6 +196,18 @@ func (r *Record) propose(actions []Action) error {
 	}
 	r.Proposed = true
 	return nil
+}
+
+// clip cuts a reason to MaxReason.
+func clip(reason string) string {
+	reason, size := strings.ToValidUTF8(reason, "?"), 0
+	for i, c := range reason {
+		b, err := json.Marshal(string(c))
+		if size += len(b) - len(`""`); err != nil || size > MaxReason {
+			return reason[:i]
+		}
+	}
+	return reason
 }
 
 // merge takes over what is known of a child. It can be repeated, and done in any order: visits only grow.

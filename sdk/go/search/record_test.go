@@ -4,14 +4,16 @@ import (
 	"encoding/json"
 	"errors"
 	"math"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/google/go-cmp/cmp"
 )
 
-// format is the annotation as the package doc describes it. SDKs in other languages read and write the same.
+// format is the annotation as the package doc describes it.
 const format = `{"action":"edit a","value":0.5,"data":{"passed":68},"visits":3,"value_sum":1.75,"min":0.5,"max":0.75,` +
 	`"edges":[{"action":"edit b","prior":0.75,"data":{"file":"x"},"child":"ckpt_1","value":0.75,"visits":2,"value_sum":1.25,"min":0.5,"max":0.75,` +
 	`"in_flight":{"worker 1":{"count":2,"until":"2026-11-28T15:00:00Z"}}},` +
@@ -141,6 +143,33 @@ func TestMerge(t *testing.T) {
 		e.merge("another", &Record{Value: new(9.0), Visits: 100, ValueSum: 900, Max: 9})
 		if diff := cmp.Diff(want, e); diff != "" {
 			t.Errorf("(-want +got):\n%s", diff)
+		}
+	}
+}
+
+// TestReasonsFit: as many actions as a node can have fit into its record, also when each of them led to no node for a reason that is long as JSON.
+func TestReasonsFit(t *testing.T) {
+	t.Parallel()
+	for _, reason := range []string{strings.Repeat("x", 1000), strings.Repeat("\x00", 1000), strings.Repeat("é", 1000), strings.Repeat("\xff", 1000), strings.Repeat("<", 1000)} {
+		var r Record
+		actions := []Action{{Name: "0"}}
+		for r.propose(actions) == nil {
+			r = Record{}
+			actions = append(actions, Action{Name: strconv.Itoa(len(actions))})
+		}
+		actions = actions[:len(actions)-1]
+		r = Record{}
+		if err := r.propose(actions); err != nil {
+			t.Fatal(err)
+		}
+		for i := range r.Edges {
+			r.Edges[i].settle(Outcome{Reason: reason})
+			if b, err := json.Marshal(r.Edges[i].Reason); err != nil || len(b) > MaxReason+2 || utf8.ValidString(reason) && len(b) < MaxReason-6 {
+				t.Fatalf("the reason is %s, %v", b, err)
+			}
+		}
+		if _, err := r.encode(); err != nil || len(actions) < 40 {
+			t.Errorf("%d actions with the reason %.4q…: %v", len(actions), reason, err)
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"time"
 )
 
@@ -176,7 +177,7 @@ func (r *run) propose(ctx context.Context, n *node) error {
 	return r.pass(ctx, n, nil)
 }
 
-// adopt looks for children that a searcher made before it crashed, and ends its claims.
+// adopt looks for children that a searcher made and could not write down, perhaps because it crashed, and ends its claims.
 func (r *run) adopt(ctx context.Context, n *node) error {
 	children, err := r.cfg.Store.Children(ctx, n.id)
 	if err != nil {
@@ -196,6 +197,9 @@ func (r *run) adopt(ctx context.Context, n *node) error {
 	if err != nil {
 		return err
 	}
+	r.mu.Lock()
+	n.lost = false
+	r.mu.Unlock()
 	return r.pass(ctx, n, nil)
 }
 
@@ -270,7 +274,8 @@ func (r *run) claim(ctx context.Context, n *node, actions []Action) ([]Action, e
 }
 
 // settle writes down what came out, and that the actions are no longer under way; without outcomes, they were not tried. It does so
-// also when the search was cancelled, and retries for up to writeTime.
+// also when the search was cancelled, and retries for up to writeTime. If a child is not written down then, it is looked for before its action is
+// tried again.
 func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []Outcome) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTime)
 	defer cancel()
@@ -301,10 +306,13 @@ func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []
 		if err == nil {
 			err = r.pass(ctx, n, end)
 		}
-		if err == nil || errors.Is(err, ErrGone) || errors.Is(err, errTooLarge) {
+		if err == nil || errors.Is(err, ErrGone) {
 			return err
 		}
-		if !pause(ctx, r.cfg.Poll) {
+		if errors.Is(err, errTooLarge) || !pause(ctx, r.cfg.Poll) {
+			r.mu.Lock()
+			n.lost = n.lost || slices.ContainsFunc(outcomes, func(o Outcome) bool { return o.Err == nil && o.Child != "" })
+			r.mu.Unlock()
 			return err
 		}
 	}
@@ -341,7 +349,7 @@ func (e *Edge) settle(o Outcome) {
 	switch {
 	case e.Child != "":
 	case o.Child == "":
-		e.Done, e.Reason = true, o.Reason[:min(len(o.Reason), MaxReason)]
+		e.Done, e.Reason = true, clip(o.Reason)
 	default:
 		e.merge(o.Child, &Record{Value: &o.Value, Visits: 1, ValueSum: o.Value, Min: o.Value, Max: o.Value, Terminal: o.Terminal})
 	}

@@ -111,10 +111,10 @@ type Result struct {
 }
 
 const (
-	// How long others wait for a searcher beyond its lease: it may still be writing down what came out.
+	// How long others wait for a searcher beyond its lease: it may still be ending its forks, and writing down what came out.
 	margin = 30 * time.Second
 	// How long to write down what came out, also when the search was cancelled.
-	writeTime = 25 * time.Second
+	writeTime = 15 * time.Second
 	// How often one change of a record is tried while others change it.
 	maxConflicts = 1000
 )

@@ -329,7 +329,7 @@ func TestCancel(t *testing.T) {
 func TestConfig(t *testing.T) {
 	t.Parallel()
 	w := &words{}
-	for _, s := range []search.Strategy{nil, search.UCT{C: -1}, search.PUCT{FPU: -1}, search.BestOfN{}, search.Beam{Width: 1}, &search.UCT{}} {
+	for _, s := range []search.Strategy{nil, search.UCT{C: -1}, search.PUCT{FPU: -1}, search.BestOfN{}, search.BestOfN{N: 51}, search.Beam{Width: 1}, &search.UCT{}} {
 		if _, err := search.New(config(w, s)); err == nil {
 			t.Errorf("strategy %#v passed", s)
 		}

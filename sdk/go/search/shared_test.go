@@ -163,6 +163,30 @@ func TestCrash(t *testing.T) {
 	}
 }
 
+// TestLostWrites: a searcher that made a child while its store was away, and could not write it down, finds it later, and does not make it again.
+func TestLostWrites(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		w := &words{target: "cab", letters: "abc"}
+		s := &store{words: w}
+		w.hook = func(_ context.Context, word string) error {
+			if word == "b" || word == "ca" {
+				s.dead.Store(true)
+				time.AfterFunc(40*time.Second, func() { s.dead.Store(false) })
+			}
+			return nil
+		}
+		cfg := config(w, search.UCT{C: 0.5})
+		cfg.Store, cfg.Failures = s, 1000
+		if r := run(t, cfg); r.End != search.Exhausted || wordOf(r.Best) != "cab" {
+			t.Errorf("%q with %q", r.End, wordOf(r.Best))
+		}
+		if nodes, _, _, _ := checkTree(t, w, root); nodes != 39 || len(w.times()) != 39 || len(w.tried) != 39 {
+			t.Errorf("%d nodes, %d words, tried %d times; want 39", nodes, len(w.times()), len(w.tried))
+		}
+	})
+}
+
 // TestVirtualLossIsShared: a searcher keeps away from where another one has much under way.
 func TestVirtualLossIsShared(t *testing.T) {
 	t.Parallel()

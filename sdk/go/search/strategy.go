@@ -53,8 +53,8 @@ type PUCT struct {
 	MinMax      bool
 }
 
-// BestOfN tries N actions of the root, and nothing else. If fewer are proposed, each is tried several times, under names that end
-// in "#2", "#3", …
+// BestOfN tries N actions of the root, and nothing else: at most 50, for which the root's record has room. If fewer are proposed, each is tried
+// several times, under names that end in "#2", "#3", …
 type BestOfN struct {
 	N int
 }
@@ -66,6 +66,9 @@ type Beam struct {
 	Depth int
 }
 
+// maxOfN bounds the actions of BestOfN.
+const maxOfN = 50
+
 // check refuses settings that mean nothing.
 func check(s Strategy) error {
 	var ok bool
@@ -75,7 +78,7 @@ func check(s Strategy) error {
 	case PUCT:
 		ok = s.C >= 0 && s.VirtualLoss >= 0 && s.FPU >= 0
 	case BestOfN:
-		ok = s.N > 0
+		ok = s.N > 0 && s.N <= maxOfN
 	case Beam:
 		ok = s.Width > 0 && s.Depth > 0
 	default:
@@ -118,8 +121,10 @@ type scale struct {
 
 func (t *tree) scale(minMax bool, virtualLoss float64) scale {
 	s := scale{span: 1, loss: cmp.Or(virtualLoss, 1)}
-	if r := &t.root.record; minMax && r.Max > r.Min {
-		s.min, s.span = r.Min, r.Max-r.Min
+	if r := &t.root.record; minMax {
+		if s.min = r.Min; r.Max > r.Min {
+			s.span = r.Max - r.Min
+		}
 	}
 	return s
 }

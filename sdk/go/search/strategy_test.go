@@ -153,3 +153,23 @@ func TestBusy(t *testing.T) {
 		}
 	}
 }
+
+// TestMinMaxOfEqualValues: while all values are equal, they are scaled to 0, however great they are.
+func TestMinMaxOfEqualValues(t *testing.T) {
+	t.Parallel()
+	for _, s := range []Strategy{UCT{C: 1, MinMax: true}, PUCT{C: 1, MinMax: true}} {
+		tree := small([2]float64{10, 10_000}, [2]float64{2, 2000})
+		tree.root.mark([]Action{{Name: "b"}}, 1, time.Unix(2000, 0)) // its virtual loss is one value of 0, and not of 1000 less than the others
+		if got := takes(t, tree, s); got != "b" {
+			t.Errorf("%T takes %q", s, got)
+		}
+	}
+}
+
+// TestTimes: a searcher that is slow, and not dead, has written down everything before others take over its actions.
+func TestTimes(t *testing.T) {
+	t.Parallel()
+	if endTime+writeTime >= margin {
+		t.Errorf("it may take %s and %s after a lease to end, and others wait for %s", endTime, writeTime, margin)
+	}
+}

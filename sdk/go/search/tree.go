@@ -59,6 +59,7 @@ type node struct {
 	stale    bool             // it must be read before it is used
 	busy     bool             // it is being read, or its edges are being proposed
 	written  bool             // this searcher has written it
+	lost     bool             // a child that this searcher has made may not be written down
 	mine     counts           // what this searcher has under way
 	children map[string]*node // those that were looked at, by action
 }
@@ -227,7 +228,7 @@ const (
 	stepNothing step = iota // nothing is left, or nothing until something under way has ended
 	stepRead                // read the node
 	stepPropose             // ask what can be tried at the node
-	stepAdopt               // look for what a searcher that crashed has left below the node
+	stepAdopt               // look for children that a searcher has made and not written down
 	stepExpand              // try actions at the node
 )
 
@@ -250,6 +251,8 @@ func (t *tree) ready(n *node) (decision, bool) {
 		return decision{step: stepRead, node: n}, false
 	case !n.record.Proposed:
 		return decision{step: stepPropose, node: n}, false
+	case n.lost:
+		return decision{step: stepAdopt, node: n}, false
 	}
 	for i := range n.record.Edges {
 		e := &n.record.Edges[i]

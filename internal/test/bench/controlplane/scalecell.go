@@ -234,7 +234,7 @@ func (c *cell) follow(n int) {
 			return
 		}
 		c.beats.note(out.Whole, err)
-		wait = min(out.Next, c.cfg.beatEvery)
+		wait = pace.Spread(min(out.Next, c.cfg.beatEvery))
 		switch {
 		case core.CodeOf(err) == core.CodeRunnerLost:
 			return
