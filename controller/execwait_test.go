@@ -69,8 +69,12 @@ func TestExecThroughAStall(t *testing.T) {
 				}
 				return nil
 			})
-			done := w.execLater(ws.ID, controller.ExecRequest{Command: []string{"echo", "alive"}, TimeoutMS: 60_000})
-			<-begun
+			done := w.execLater(ws.ID, controller.ExecRequest{Command: []string{"sh", "-c", "sleep 0.2; echo alive"}, TimeoutMS: 60_000}) // its start does not say yet how it ended
+			select {
+			case <-begun:
+			case got := <-done:
+				t.Fatalf("the exec ended before the stall: %v", got.err)
+			}
 			w.runner.Stall(ws.Sandbox.ID, &stall)
 			w.beat()
 			select {

@@ -27,7 +27,7 @@ func newTestAgent(t *testing.T) *testAgent {
 	w := &guesttest.Workload{}
 	a := newAgent(Config{Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}, w, filepath.Join(t.TempDir(), "state"))
 	a.reseal = reseal.New(w, nil) // the steps of a guest would change this machine
-	c := guesttest.NewClient(t, a.http.Handler)
+	c := guesttest.NewClient(t, a.handler)
 	t.Cleanup(func() {
 		_ = a.sessions.Close(context.WithoutCancel(t.Context()))
 		a.watches.Close()

@@ -4,6 +4,7 @@ package guestagent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -54,7 +55,7 @@ func TestBrokenPutAsAUserLeavesNothing(t *testing.T) {
 		if n := entriesOf(t, dir); len(n) != 1 || !strings.HasPrefix(n[0], ".f.part-") {
 			t.Errorf("in the middle of the body there are %q", n)
 		}
-		cancel(errLinkEnded)
+		cancel(errors.New("the link has ended"))
 		return 0, io.ErrUnexpectedEOF
 	})
 	query := "?path=" + url.QueryEscape(filepath.Join(dir, "f")) + "&user=" + nobody
@@ -62,7 +63,7 @@ func TestBrokenPutAsAUserLeavesNothing(t *testing.T) {
 	answered := make(chan int, 1)
 	go func() {
 		rec := httptest.NewRecorder()
-		a.http.Handler.ServeHTTP(rec, req)
+		a.handler.ServeHTTP(rec, req)
 		answered <- rec.Code
 	}()
 	select {

@@ -49,7 +49,7 @@ func (a *Agent) serve(ctx context.Context) error {
 		c := guestapi.NewChannel(port)
 		defer func() { _ = c.Close() }()
 		c.Announce(time.Second)
-		return a.serveChannel(ctx, c)
+		return a.hosts.Serve(ctx, c)
 	}
 	l, err := vsock.Listen(guestapi.VsockPort, nil)
 	if err != nil {
@@ -86,7 +86,7 @@ func (a *Agent) serveHosts(ctx context.Context, l net.Listener, isHost func(from
 			defer func() { <-room }()
 			c := guestapi.NewChannel(conn)
 			defer func() { _ = c.Close() }()
-			if err := a.serveChannel(ctx, c); err != nil {
+			if err := a.hosts.Serve(ctx, c); err != nil {
 				a.log.DebugContext(ctx, "host's connection ended", "err", err)
 			}
 		})

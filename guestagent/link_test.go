@@ -21,6 +21,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/guesttest"
+	"github.com/coppice-dev/coppice/guestagent/link"
 	"github.com/coppice-dev/coppice/guestagent/reseal"
 )
 
@@ -58,7 +59,7 @@ func plugIn(t *testing.T, a *Agent) *wire {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if err := a.serveChannel(ctx, guestapi.NewChannel(stream)); err != nil {
+		if err := a.hosts.Serve(ctx, guestapi.NewChannel(stream)); err != nil {
 			t.Errorf("the channel failed: %v", err)
 		}
 	})
@@ -106,11 +107,11 @@ func linkClient(t *testing.T, w *wire) *http.Client {
 	t.Cleanup(func() { _ = conn.Close() })
 	ctx, cancel := context.WithTimeout(t.Context(), guesttest.Watchdog)
 	defer cancel()
-	link, err := guestapi.Greet(ctx, conn)
+	greeted, err := guestapi.Greet(ctx, conn)
 	if err != nil {
 		t.Fatal(err)
 	}
-	mux, err := yamux.Client(link, muxConfig())
+	mux, err := yamux.Client(greeted, link.MuxConfig())
 	if err != nil {
 		t.Fatal(err)
 	}

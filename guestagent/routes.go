@@ -4,7 +4,6 @@ package guestagent
 
 import (
 	"net/http"
-	"sync"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/answer"
@@ -15,9 +14,9 @@ import (
 
 func (a *Agent) routes() http.Handler {
 	mux := http.NewServeMux()
-	control := func(pattern string, h answer.Handler) { mux.Handle(pattern, a.handle(h)) }
+	control := func(pattern string, h answer.Handler) { mux.Handle(pattern, h) }
 	public := func(pattern string, h answer.Handler) {
-		mux.Handle(pattern, a.handle(func(w http.ResponseWriter, r *http.Request) error {
+		mux.Handle(pattern, answer.Handler(func(w http.ResponseWriter, r *http.Request) error {
 			a.idle.begin()
 			defer a.idle.end()
 			if err := a.gate.pass(r.Context()); err != nil {
@@ -53,20 +52,6 @@ func (a *Agent) routes() http.Handler {
 		return core.Errorf(core.NotFound, core.CodeRouteNotFound, "the agent has no such route")
 	})
 	return mux
-}
-
-// handle runs a handler as part of its link's requests, and sends its error as the answer.
-func (a *Agent) handle(h answer.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if wg, ok := r.Context().Value(linkKey{}).(*sync.WaitGroup); ok {
-			wg.Add(1)
-			defer wg.Done()
-		}
-		if r.Context().Err() != nil {
-			return // the link has ended, and the next one may have been answered
-		}
-		h.ServeHTTP(w, r)
-	})
 }
 
 func (a *Agent) getProcesses(w http.ResponseWriter, _ *http.Request) error {

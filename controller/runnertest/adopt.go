@@ -8,6 +8,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/fakeguest"
 )
 
 // Adopt has the fake hold sandboxes and checkpoints that it did not make, as the rows say that it does. All are like one
@@ -15,14 +16,14 @@ import (
 func (r *Runner) Adopt(like runnerapi.Checkpoint, sandboxes []runnerapi.Sandbox, ids []core.CheckpointID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	shared := newGuest() // nobody writes to the guest of a checkpoint
+	shared := fakeguest.NewState() // nobody writes to the guest of a checkpoint
 	for _, id := range ids {
 		cp := &checkpoint{Checkpoint: like, guest: shared}
 		cp.ID, cp.Parent = id, "" // the rows know its parent
 		r.checkpoints[id] = cp
 	}
 	for _, s := range sandboxes {
-		r.sandboxes[s.ID] = &sandbox{Sandbox: s, guest: newGuest(), image: like.Image, ports: map[core.PortID]runnerapi.Port{}}
+		r.sandboxes[s.ID] = &sandbox{Sandbox: s, guest: fakeguest.New(fakeguest.InProcess(fakeguest.NewState()), nil), image: like.Image, ports: map[core.PortID]runnerapi.Port{}}
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/fakeguest"
 )
 
 // diff compares the files and the running programs of two fake guests.
@@ -21,16 +22,16 @@ func (r *Runner) diff(ctx context.Context, from core.CheckpointID, in runnerapi.
 	if a == nil || b == nil {
 		return runnerapi.DiffPage{}, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "a checkpoint is not on this runner")
 	}
-	was, is := a.guest.clone(), b.guest.clone()
+	was, is := a.guest, b.guest
 	page := runnerapi.DiffPage{Files: []runnerapi.FileChange{}, Complete: true}
-	all := maps.Clone(was.files)
-	maps.Copy(all, is.files)
+	all := maps.Clone(was.Files)
+	maps.Copy(all, is.Files)
 	for _, path := range slices.Sorted(maps.Keys(all)) {
-		before, had := was.files[path]
-		after, has := is.files[path]
-		c := runnerapi.FileChange{Path: []byte(path), Type: "file", Size: int64(len(after)), SizeBefore: int64(len(before))}
+		before, had := was.Files[path]
+		after, has := is.Files[path]
+		c := runnerapi.FileChange{Path: []byte(path), Type: "file", Size: int64(len(after.Data)), SizeBefore: int64(len(before.Data))}
 		switch {
-		case path <= string(in.After) || had && has && bytes.Equal(before, after):
+		case path <= string(in.After) || before.Dir || after.Dir || had && has && bytes.Equal(before.Data, after.Data):
 			continue
 		case !had:
 			c.Change = "added"
@@ -54,11 +55,11 @@ func (r *Runner) diff(ctx context.Context, from core.CheckpointID, in runnerapi.
 }
 
 // only lists the programs that run in a and not in b.
-func only(a, b *guest) []core.WorkloadProcess {
+func only(a, b *fakeguest.State) []core.WorkloadProcess {
 	out := []core.WorkloadProcess{}
-	for id, s := range a.sessions {
-		if other := b.sessions[id]; s.view.State == "running" && (other == nil || other.view.State != "running") {
-			out = append(out, core.WorkloadProcess{PID: s.view.PID, Command: s.view.Command[0]})
+	for _, p := range a.Workload() {
+		if !slices.Contains(b.Workload(), p) {
+			out = append(out, p)
 		}
 	}
 	return out

@@ -19,20 +19,20 @@ func (r *Runner) readFile(ctx context.Context, id core.CheckpointID, in runnerap
 	if cp == nil {
 		return runnerapi.FilePart{}, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "the checkpoint is not on this runner")
 	}
-	g, p := cp.guest.clone(), path.Clean(string(in.Path))
-	info, there := g.look(p)
+	g, p := cp.guest, path.Clean(string(in.Path))
+	info, err := g.Stat(p)
 	switch {
-	case !there:
-		return runnerapi.FilePart{}, noFile(p)
+	case err != nil:
+		return runnerapi.FilePart{}, err
 	case in.Entries > 0 && info.Type != "dir", in.Length > 0 && info.Type != "file":
 		return runnerapi.FilePart{}, core.Errorf(core.Invalid, core.CodeInvalidField, "path: %s is a %s", p, info.Type)
 	}
 	fileOf := func(p string) runnerapi.File {
-		info, _ := g.look(p)
+		info, _ := g.Stat(p) // it is there
 		return runnerapi.File{Name: []byte(info.Name), Type: info.Type, Mode: 0o644, Size: info.Size, ModTime: info.MTime}
 	}
 	part := runnerapi.FilePart{File: fileOf(p), Entries: []runnerapi.File{}, Complete: true}
-	for _, below := range g.below(p) {
+	for _, below := range g.Below(p) {
 		if path.Dir(below) != p {
 			continue
 		}
@@ -42,7 +42,7 @@ func (r *Runner) readFile(ctx context.Context, id core.CheckpointID, in runnerap
 		}
 		part.Entries = append(part.Entries, fileOf(below))
 	}
-	if body := g.files[p]; in.Length > 0 && in.Offset < int64(len(body)) {
+	if body := g.Files[p].Data; in.Length > 0 && in.Offset < int64(len(body)) {
 		part.Data = body[in.Offset:min(int64(len(body)), in.Offset+int64(in.Length))]
 	}
 	return part, nil

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/guestagent/fakeguest"
 	"github.com/coppice-dev/coppice/internal/attest"
 	"github.com/coppice-dev/coppice/internal/test/testaddr"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -94,7 +95,7 @@ type Runner struct {
 
 type sandbox struct {
 	runnerapi.Sandbox
-	guest *guest
+	guest *fakeguest.Guest
 	evil  http.Handler // answers instead of guest, where there is one
 	image core.Digest
 	ports map[core.PortID]runnerapi.Port
@@ -106,8 +107,8 @@ type sandbox struct {
 
 type checkpoint struct {
 	runnerapi.Checkpoint
-	guest    *guest
-	manifest core.Digest // that it was fetched by
+	guest    *fakeguest.State // nothing changes it
+	manifest core.Digest      // that it was fetched by
 }
 
 // DefaultImage is what New offers when the configuration has no images.
@@ -168,7 +169,7 @@ const endedKept = 4096
 // remove takes a sandbox down with its programs. r.mu is held.
 func (r *Runner) remove(id core.SandboxID) {
 	if s, ok := r.sandboxes[id]; ok {
-		s.guest.end()
+		s.guest.End()
 		for _, end := range s.streams {
 			end()
 		}
@@ -347,7 +348,7 @@ func (r *Runner) template(ctx context.Context, in runnerapi.Template) (runnerapi
 	if cp, ok := r.checkpoints[in.CheckpointID]; ok {
 		return cp.Checkpoint, nil
 	}
-	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, in.Image, in.Resources), guest: newGuest()}
+	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, in.Image, in.Resources), guest: fakeguest.NewState()}
 	cp.PauseMS = 0
 	r.checkpoints[in.CheckpointID] = cp
 	return cp.Checkpoint, nil
@@ -389,7 +390,7 @@ func (r *Runner) capture(ctx context.Context, id core.SandboxID, in runnerapi.Ca
 	if !ok || s.State == runnerapi.SandboxDead {
 		return runnerapi.Checkpoint{}, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no sandbox %s", id)
 	}
-	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, s.image, s.Resources), guest: s.guest.clone()}
+	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, s.image, s.Resources), guest: s.guest.State()}
 	cp.Parent, s.Checkpoint = cmp.Or(in.Parent, s.Checkpoint), in.CheckpointID
 	r.checkpoints[in.CheckpointID] = cp
 	if in.Stop {
@@ -442,7 +443,7 @@ func (r *Runner) grow(ctx context.Context, from core.CheckpointID, child runnera
 	if !ok {
 		res := cp.Resources
 		res.DiskGiB = max(res.DiskGiB, child.DiskGiB)
-		s = &sandbox{guest: cp.guest.clone(), image: cp.Image, ports: map[core.PortID]runnerapi.Port{}, rules: child.Rules, ca: child.CA, Sandbox: runnerapi.Sandbox{
+		s = &sandbox{guest: fakeguest.New(fakeguest.InProcess(cp.guest.Clone()), nil), image: cp.Image, ports: map[core.PortID]runnerapi.Port{}, rules: child.Rules, ca: child.CA, Sandbox: runnerapi.Sandbox{
 			ID: child.SandboxID, WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxReady, Checkpoint: from,
 			Identity: child.Identity, Resources: res, StartedAt: time.Now().UTC(),
 		}}

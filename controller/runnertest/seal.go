@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/fakeguest"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	format "github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -244,6 +245,6 @@ func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.checkpoints[got.ID] = &checkpoint{Checkpoint: got, guest: newGuest(), manifest: in.Sources[0].Digest}
+	r.checkpoints[got.ID] = &checkpoint{Checkpoint: got, guest: fakeguest.NewState(), manifest: in.Sources[0].Digest}
 	return nil
 }

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/fakeguest"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -45,28 +46,30 @@ func (g *Computer) Disks() []*Disk { return g.c.disks }
 // PowerOff ends the machine soon. It returns at once, also within Do.
 func (g *Computer) PowerOff() { go g.c.end(vmm.Exit{Status: "exit status 0"}) }
 
-// Reach is a place where a fault can be armed for the guest. It returns the kind of a fault that the guest itself must
-// show, Fail or Lie, or else nothing. It handles Hang and Die itself. It must not be called within Do.
-func (g *Computer) Reach(ctx context.Context, step Step) (Kind, error) {
+// Reach is a place where a fault can be armed for the guest. It returns the error of a Fail, and fakeguest.ErrLie for a
+// Lie. It handles Hang and Die itself. It must not be called within Do.
+func (g *Computer) Reach(ctx context.Context, step Step) error {
 	f, ok := g.c.driver.strike(step, g.c.id)
 	if !ok {
-		return "", nil
+		return nil
 	}
 	switch f.Kind {
-	case Fail, Lie:
+	case Lie:
+		return fakeguest.ErrLie
+	case Fail:
 		if f.Err != nil {
-			return f.Kind, f.Err
+			return f.Err
 		}
-		return f.Kind, core.Errorf(core.Internal, core.CodeInternal, "fault injected at %s", step)
+		return core.Errorf(core.Internal, core.CodeInternal, "fault injected at %s", step)
 	case Die:
 		g.c.end(vmm.Exit{Status: "signal: killed", Log: "fault injected at " + string(step)})
 	case Hang:
 	}
 	select {
 	case <-ctx.Done():
-		return "", context.Cause(ctx)
+		return context.Cause(ctx)
 	case <-g.c.lifeCtx.Done():
-		return "", vmm.ErrGone
+		return vmm.ErrGone
 	}
 }
 
