@@ -149,9 +149,13 @@ func (w *Watch) handle(wd int, bits uint32, name string) bool {
 	path, isDir := join(dir, name), bits&unix.IN_ISDIR != 0
 	switch {
 	case bits&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0:
+		moved, grows := bits&unix.IN_MOVED_TO != 0, isDir && w.info.Recursive
+		if moved && grows {
+			w.grow(path, false) // whoever sees the event may change what is below at once, and that must be seen too
+		}
 		w.notify(guestapi.WatchCreate, path, isDir)
-		if isDir && w.info.Recursive {
-			w.grow(path, bits&unix.IN_CREATE != 0)
+		if !moved && grows {
+			w.grow(path, true)
 		}
 	case bits&unix.IN_MOVED_FROM != 0:
 		if isDir {
