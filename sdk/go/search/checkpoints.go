@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/http"
 	"sync"
 	"time"
 
@@ -235,7 +236,8 @@ func (f *Forks) try(ctx context.Context, ws coppice.Workspace, a Action) Outcome
 		cp, err = f.captured(ctx, unfinished)
 	}
 	if err != nil {
-		_, refused := errors.AsType[*coppice.Error](err)
+		refusal, refused := errors.AsType[*coppice.Error](err)
+		refused = refused && refusal.Status < http.StatusInternalServerError
 		return Outcome{Err: fmt.Errorf("checkpoint workspace %s: %w", ws.ID, err), unknown: !refused}
 	}
 	o.Child = cp.ID
