@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"net/http"
 	"sync"
 	"time"
 
@@ -84,38 +86,41 @@ func (c Checkpoints) Save(ctx context.Context, id string, version int64, r Recor
 	return cp.Version, c.gone(ctx, id, err)
 }
 
-// Children reads the records of a checkpoint's children. It waits for those that are being captured: their searcher has done their actions.
+// Children reads the records of a checkpoint's children. It waits for those that are being captured when it begins: their searcher has done their
+// actions.
 func (c Checkpoints) Children(ctx context.Context, id string) (map[string]Record, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, captureTime, fmt.Errorf("a child was not captured within %s", captureTime))
 	defer cancel()
-	for {
-		out, capturing, err := c.children(ctx, id)
-		if err != nil || !capturing {
-			return out, err
-		}
+	out, first, err := c.children(ctx, id)
+	for err == nil && len(first) > 0 {
 		if !pause(ctx, capturePause) {
 			return nil, context.Cause(ctx)
 		}
+		var now map[string]bool
+		if out, now, err = c.children(ctx, id); err == nil {
+			maps.DeleteFunc(first, func(child string, _ bool) bool { return !now[child] })
+		}
 	}
+	return out, err
 }
 
-// children also reports whether any child with a record is being captured.
-func (c Checkpoints) children(ctx context.Context, id string) (out map[string]Record, capturing bool, err error) {
-	out = map[string]Record{}
-	for cp, err := range c.Client.Children(ctx, id) {
+// children also returns which children with a record are being captured.
+func (c Checkpoints) children(ctx context.Context, id string) (out map[string]Record, capturing map[string]bool, err error) {
+	out, capturing = map[string]Record{}, map[string]bool{}
+	for cp, err := range c.Client.Checkpoints(ctx, coppice.CheckpointFilter{
+		ParentID: id, States: []coppice.CheckpointState{coppice.CheckpointCapturing, coppice.CheckpointCaptured, coppice.CheckpointSealed},
+	}) {
 		if err != nil {
-			return nil, false, c.gone(ctx, id, err)
-		}
-		if cp.State == coppice.CheckpointFailed || cp.State == coppice.CheckpointDeleted {
-			continue
+			return nil, nil, c.gone(ctx, id, err)
 		}
 		r, ok, err := c.record(cp)
-		if err != nil {
-			return nil, false, err
-		}
-		if ok {
+		switch {
+		case err != nil:
+			return nil, nil, err
+		case ok && cp.State == coppice.CheckpointCapturing:
+			capturing[cp.ID] = true
+		case ok:
 			out[cp.ID] = r
-			capturing = capturing || cp.State == coppice.CheckpointCapturing
 		}
 	}
 	return out, capturing, nil
@@ -166,8 +171,8 @@ type Forks struct {
 
 const (
 	forkTTL = 3600 // seconds that a fork lives that nobody terminates
-	// What an expansion has begun is waited for when its context has ended. With writeTime it is less than margin.
-	endTime = 10 * time.Second
+	// How long the context of an expansion has ended while each of these is still waited for, one after the other: the capture and the end of its fork.
+	endTime = 4 * time.Second
 	// How long, and how often, a searcher looks at a child that is being captured.
 	captureTime  = time.Minute
 	capturePause = 200 * time.Millisecond
@@ -231,19 +236,27 @@ func (f *Forks) try(ctx context.Context, ws coppice.Workspace, a Action) Outcome
 		cp, err = f.captured(ctx, unfinished)
 	}
 	if err != nil {
-		return Outcome{Err: fmt.Errorf("checkpoint workspace %s: %w", ws.ID, err)}
+		refusal, refused := errors.AsType[*coppice.Error](err)
+		refused = refused && refusal.Status < http.StatusInternalServerError
+		return Outcome{Err: fmt.Errorf("checkpoint workspace %s: %w", ws.ID, err), unknown: !refused}
 	}
 	o.Child = cp.ID
 	return o
 }
 
-// captured waits a little longer for a checkpoint that is being made. If nobody wrote it down, its action would be tried again.
+// captured waits a little longer for a checkpoint that is being made. Without its id the child could not be written down, and its action would be
+// tried again.
 func (f *Forks) captured(ctx context.Context, unfinished *coppice.UnfinishedError) (cp coppice.Checkpoint, err error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), endTime)
 	defer cancel()
 	op, err := f.Client.WaitOperation(ctx, unfinished.OperationID)
-	if err != nil || op.State != coppice.OperationSucceeded {
+	switch {
+	case err != nil:
 		return cp, errors.Join(unfinished, err)
+	case op.State == coppice.OperationFailed && op.Problem != nil:
+		return cp, &coppice.Error{Code: coppice.Code(op.Problem.Code), Detail: op.Problem.Message, OperationID: op.ID}
+	case op.State != coppice.OperationSucceeded:
+		return cp, unfinished
 	}
 	return cp, json.Unmarshal(op.Result, &cp)
 }

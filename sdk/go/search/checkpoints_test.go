@@ -15,6 +15,9 @@ import (
 func answers(t *testing.T, status int, list ...any) search.Checkpoints {
 	t.Helper()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if q := r.URL.Query(); r.URL.Path == "/v1/checkpoints" && (q.Get("parent_id") != "root" || len(q["state"]) != 3 || q["state"][0] != "capturing") {
+			t.Errorf("it asks for %s", r.URL)
+		}
 		answer, code := list[0], http.StatusOK
 		if len(list) > 1 {
 			list = list[1:]
@@ -46,7 +49,8 @@ func TestChildrenThatAreCaptured(t *testing.T) {
 	page := func(items ...any) any { return map[string]any{"items": items} }
 	c := answers(t, 0,
 		page(child("one", coppice.CheckpointSealed), child("two", coppice.CheckpointCapturing), child("three", coppice.CheckpointCapturing)),
-		page(child("one", coppice.CheckpointSealed), child("two", coppice.CheckpointCaptured), child("three", coppice.CheckpointFailed)))
+		page(child("one", coppice.CheckpointSealed), child("two", coppice.CheckpointCapturing), child("four", coppice.CheckpointCapturing)), // the capture of three failed
+		page(child("one", coppice.CheckpointSealed), child("two", coppice.CheckpointCaptured), child("four", coppice.CheckpointCapturing)))  // and four began later
 	got, err := c.Children(t.Context(), "root")
 	if err != nil || len(got) != 2 || got["one"].Action != "a one" || got["two"].Action != "a two" {
 		t.Errorf("%+v, %v", got, err)

@@ -67,7 +67,7 @@
 //
 // # Known limits
 //
-// An action can be tried twice, and one of the two children is then left over: after a searcher could not write an outcome for 25 s, after
-// the end of a Lease while a checkpoint is being made, and after a restart within that moment. If a checkpoint of the tree is deleted while its
+// An action can be tried twice, and one of the two children is then left over, if a searcher that made a child can neither write it down nor say that
+// it was made, and another one looks for children before the child's checkpoint exists. If a checkpoint of the tree is deleted while its
 // children are made, their values are lost, and the search can end with an error.
 package search

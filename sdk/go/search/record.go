@@ -300,6 +300,17 @@ func (e *Edge) abandoned(searcher string, now time.Time) bool {
 	return over > 0
 }
 
+// abandon has every searcher look for a child before it tries the action again.
+func (e *Edge) abandon() {
+	if e.Child != "" || e.Done {
+		return
+	}
+	if e.InFlight == nil {
+		e.InFlight = map[string]Claim{}
+	}
+	e.InFlight[earlier] = Claim{Count: 1}
+}
+
 // disown ends the claims that a searcher left before it restarted.
 func (r *Record) disown(searcher string) {
 	for i := range r.Edges {

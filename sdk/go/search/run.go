@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"time"
@@ -178,7 +179,16 @@ func (r *run) propose(ctx context.Context, n *node) error {
 }
 
 // adopt looks for children that a searcher made and could not write down, perhaps because it crashed, and ends its claims.
-func (r *run) adopt(ctx context.Context, n *node) error {
+func (r *run) adopt(ctx context.Context, n *node) (err error) {
+	r.mu.Lock()
+	lost := n.lost
+	n.lost = nil
+	r.mu.Unlock()
+	defer func() {
+		if err != nil {
+			r.lose(n, slices.Collect(maps.Keys(lost)))
+		}
+	}()
 	children, err := r.cfg.Store.Children(ctx, n.id)
 	if err != nil {
 		return fmt.Errorf("read the children of %s: %w", n.id, err)
@@ -197,10 +207,19 @@ func (r *run) adopt(ctx context.Context, n *node) error {
 	if err != nil {
 		return err
 	}
-	r.mu.Lock()
-	n.lost = false
-	r.mu.Unlock()
 	return r.pass(ctx, n, nil)
+}
+
+// lose notes actions of a node that may have led to a child that is not written down.
+func (r *run) lose(n *node, actions []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if n.lost == nil && len(actions) > 0 {
+		n.lost = map[string]bool{}
+	}
+	for _, name := range actions {
+		n.lost[name] = true
+	}
 }
 
 func (r *run) view(n *node) *Node {
@@ -280,6 +299,16 @@ func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTime)
 	defer cancel()
 	end := n.ending(actions)
+	var unknown, made []string
+	for i, o := range outcomes {
+		switch {
+		case o.unknown:
+			unknown = append(unknown, actions[i].Name)
+		case o.Err == nil && o.Child != "":
+			made = append(made, actions[i].Name)
+		}
+	}
+	r.lose(n, unknown)
 	r.mu.Lock()
 	for i := range actions {
 		if outcomes == nil || outcomes[i].Err != nil {
@@ -310,9 +339,7 @@ func (r *run) settle(ctx context.Context, n *node, actions []Action, outcomes []
 			return err
 		}
 		if errors.Is(err, errTooLarge) || !pause(ctx, r.cfg.Poll) {
-			r.mu.Lock()
-			n.lost = n.lost || slices.ContainsFunc(outcomes, func(o Outcome) bool { return o.Err == nil && o.Child != "" })
-			r.mu.Unlock()
+			r.lose(n, made)
 			return err
 		}
 	}

@@ -34,6 +34,8 @@ type Outcome struct {
 	Data json.RawMessage
 	// Err says that the action could not be tried. It may be tried again.
 	Err error
+
+	unknown bool // with Err: it may have led to a child all the same
 }
 
 // Store keeps the records of nodes.
@@ -43,7 +45,8 @@ type Store interface {
 	Load(ctx context.Context, id string) (Record, int64, error)
 	// Save replaces the record of a node if it has this version still, and returns the new one; otherwise ErrConflict.
 	Save(ctx context.Context, id string, version int64, r Record) (int64, error)
-	// Children returns the children of a node that have a record. It is asked only after a searcher has crashed.
+	// Children returns the children of a node that have a record. It is asked when a searcher may have made children that it did not write down, for
+	// example because it crashed. It answers when the children that are being made exist or have failed.
 	Children(ctx context.Context, id string) (map[string]Record, error)
 }
 
@@ -312,6 +315,9 @@ func (s *Search) draft(n *node, end ending, change func(*Record) error) (record 
 	for i := range record.Edges {
 		name := record.Edges[i].Name
 		record.Edges[i].claim(s.cfg.Searcher, n.mine.less(name, end[n][name]), s.tree.now())
+		if n.lost[name] {
+			record.Edges[i].abandon()
+		}
 	}
 	record.count()
 	after, err := record.encode()

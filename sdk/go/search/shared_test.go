@@ -163,28 +163,61 @@ func TestCrash(t *testing.T) {
 	}
 }
 
-// TestLostWrites: a searcher that made a child while its store was away, and could not write it down, finds it later, and does not make it again.
+// TestLostWrites: a searcher that made a child while its store was away, and could not write it down, finds it later. Neither it nor another searcher
+// makes it again.
 func TestLostWrites(t *testing.T) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		w := &words{target: "cab", letters: "abc"}
-		s := &store{words: w}
-		w.hook = func(_ context.Context, word string) error {
-			if word == "b" || word == "ca" {
-				s.dead.Store(true)
-				time.AfterFunc(40*time.Second, func() { s.dead.Store(false) })
-			}
-			return nil
+	for _, parallel := range []int{1, 3} {
+		for _, searchers := range []int{1, 2} {
+			t.Run(fmt.Sprint(parallel, searchers), func(t *testing.T) {
+				t.Parallel()
+				synctest.Test(t, func(t *testing.T) {
+					w := &words{target: "cab", letters: "abc"}
+					first := &store{words: w}
+					var all sync.WaitGroup
+					for i := range searchers {
+						mine := &store{words: w}
+						if i == 0 {
+							mine = first
+						}
+						cfg := config(w, search.UCT{C: 0.5})
+						cfg.Problem = lossy{words: w, store: mine, fails: i == 0}
+						cfg.Store, cfg.Failures, cfg.Parallel, cfg.Lease = mine, 1000, parallel, time.Minute
+						all.Go(func() {
+							if r := run(t, cfg); r.End != search.Exhausted || wordOf(r.Best) != "cab" {
+								t.Errorf("%q with %q", r.End, wordOf(r.Best))
+							}
+						})
+					}
+					all.Wait()
+					if nodes, _, _, _ := checkTree(t, w, root); nodes != 39 || len(w.times()) != 39 || len(w.tried) != 39 {
+						t.Errorf("%d nodes, %d words, tried %d times; want 39", nodes, len(w.times()), len(w.tried))
+					}
+				})
+			})
 		}
-		cfg := config(w, search.UCT{C: 0.5})
-		cfg.Store, cfg.Failures = s, 1000
-		if r := run(t, cfg); r.End != search.Exhausted || wordOf(r.Best) != "cab" {
-			t.Errorf("%q with %q", r.End, wordOf(r.Best))
-		}
-		if nodes, _, _, _ := checkTree(t, w, root); nodes != 39 || len(w.times()) != 39 || len(w.tried) != 39 {
-			t.Errorf("%d nodes, %d words, tried %d times; want 39", nodes, len(w.times()), len(w.tried))
-		}
-	})
+	}
+}
+
+// lossy is a problem whose searcher's store is away for a while after some children were made.
+type lossy struct {
+	*words
+	store *store
+	fails bool
+}
+
+func (l lossy) Expand(ctx context.Context, n *search.Node, actions []search.Action) ([]search.Outcome, error) {
+	select {
+	case <-time.After(time.Second):
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	out, err := l.words.Expand(ctx, n, actions)
+	if word := wordOf(n) + actions[0].Name; l.fails && (word == "a" || word == "b" || word == "ca") {
+		l.store.dead.Store(true)
+		time.AfterFunc(40*time.Second, func() { l.store.dead.Store(false) })
+	}
+	return out, err
 }
 
 // TestVirtualLossIsShared: a searcher keeps away from where another one has much under way.

@@ -53,7 +53,7 @@ type PUCT struct {
 	MinMax      bool
 }
 
-// BestOfN tries N actions of the root, and nothing else: at most 50, for which the root's record has room. If fewer are proposed, each is tried
+// BestOfN tries N actions of the root, and nothing else: at most 50, for which the root's record has room, and fewer if their names, priors or data are long. If fewer are proposed, each is tried
 // several times, under names that end in "#2", "#3", …
 type BestOfN struct {
 	N int

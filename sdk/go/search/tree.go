@@ -59,7 +59,7 @@ type node struct {
 	stale    bool             // it must be read before it is used
 	busy     bool             // it is being read, or its edges are being proposed
 	written  bool             // this searcher has written it
-	lost     bool             // a child that this searcher has made may not be written down
+	lost     map[string]bool  // actions that may have led to a child that is not written down
 	mine     counts           // what this searcher has under way
 	children map[string]*node // those that were looked at, by action
 }
@@ -243,6 +243,8 @@ type decision struct {
 // ready says what must be done at a node before a strategy can look at its edges.
 func (t *tree) ready(n *node) (decision, bool) {
 	switch {
+	case len(n.lost) > 0 && !n.busy && !n.stale:
+		return decision{step: stepAdopt, node: n}, false
 	case n.record.Done:
 		return decision{}, false
 	case n.busy:
@@ -251,8 +253,6 @@ func (t *tree) ready(n *node) (decision, bool) {
 		return decision{step: stepRead, node: n}, false
 	case !n.record.Proposed:
 		return decision{step: stepPropose, node: n}, false
-	case n.lost:
-		return decision{step: stepAdopt, node: n}, false
 	}
 	for i := range n.record.Edges {
 		e := &n.record.Edges[i]
