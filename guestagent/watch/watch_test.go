@@ -14,7 +14,8 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// TestMovedTrees: whoever sees that a directory was moved here may change what is below at once, and sees the event of that.
+// TestMovedTrees: whoever sees that a directory was moved here may change what is below at once, and sees the event of that. So the event of the
+// directory comes after all below it is watched.
 func TestMovedTrees(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -22,10 +23,19 @@ func TestMovedTrees(t *testing.T) {
 		t.Fatal(err)
 	}
 	var s Watches
-	var slow atomic.Bool
-	do := func(_ context.Context, fn func() error) error {
-		if slow.Load() {
-			time.Sleep(50 * time.Millisecond) // a busy guest
+	var watch atomic.Pointer[guestapi.Watch] // once it exists
+	isMove := func(e guestapi.WatchEvent) bool { return e.Type == guestapi.WatchCreate && e.Name == "m" }
+	do := func(ctx context.Context, fn func() error) error {
+		if w := watch.Load(); w != nil { // the moved directory is about to be watched
+			err := s.Read(ctx, w.ID, 0, false, func(e guestapi.WatchEvent) error {
+				if isMove(e) {
+					t.Errorf("%+v is told before what is below is watched", e)
+				}
+				return nil
+			})
+			if err != nil {
+				t.Error(err)
+			}
 		}
 		return fn()
 	}
@@ -34,7 +44,7 @@ func TestMovedTrees(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer s.Close()
-	slow.Store(true)
+	watch.Store(&w)
 	if err := os.Rename(filepath.Join(dir, "n"), filepath.Join(dir, "m")); err != nil {
 		t.Fatal(err)
 	}
@@ -43,7 +53,7 @@ func TestMovedTrees(t *testing.T) {
 	seen := errors.New("seen")
 	if err := s.Read(ctx, w.ID, 0, true, func(e guestapi.WatchEvent) error {
 		switch {
-		case e.Type == guestapi.WatchCreate && e.Name == "m":
+		case isMove(e):
 			return os.WriteFile(filepath.Join(dir, "m", "e", "w", "f"), nil, 0o600)
 		case e.Type == guestapi.WatchCreate && e.Name == "m/e/w/f":
 			return seen

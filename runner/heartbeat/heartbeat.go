@@ -105,8 +105,8 @@ func New(r *runner.Runner, cfg Config) (*Link, error) {
 	return l, nil
 }
 
-// Run registers, then sends heartbeats until ctx ends: three times per lease or a little more often, and whenever something happened. It retries a controller that
-// is unreachable, and registers again with one that no longer knows the lease.
+// Run registers, then sends heartbeats until ctx ends: at least three times per lease, and whenever something happened. It retries a
+// controller that is unreachable, and registers again with one that no longer knows the lease.
 func (l *Link) Run(ctx context.Context) error {
 	const retry = time.Second
 	timer := time.NewTimer(0)

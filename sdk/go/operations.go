@@ -92,9 +92,9 @@ func (e *UnfinishedError) Error() string {
 // Unwrap returns why the call did not wait longer.
 func (e *UnfinishedError) Unwrap() error { return e.Err }
 
-// begun asks which operation a request started whose answer did not come because the caller's context ended. It sends the request again under
-// its key, without a wait, so that the server starts nothing new.
-func (c *Client) begun(ctx context.Context, r request) OperationID {
+// begun asks what a request started whose answer did not come because the caller's context ended. It sends the request again under its key,
+// without a wait, so that the server starts nothing new. It returns the operation, or decodes the result into out if the operation has succeeded.
+func (c *Client) begun(ctx context.Context, r request, out any) (id OperationID, succeeded bool) {
 	const patience = 5 * time.Second
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
 	defer cancel()
@@ -102,15 +102,21 @@ func (c *Client) begun(ctx context.Context, r request) OperationID {
 	maps.Copy(query, r.query)
 	query.Set("wait", "0")
 	r.once = true
-	var op Operation
-	err := c.call(ctx, r.with(query), &op)
+	resp, err := c.send(ctx, r.with(query))
 	if e, ok := errors.AsType[*Error](err); ok {
-		return e.OperationID
+		return e.OperationID, false
 	}
-	if err != nil || op.Done() {
-		return ""
+	if err != nil {
+		return "", false
 	}
-	return op.ID
+	if resp.StatusCode != http.StatusAccepted {
+		return "", decode(resp, out) == nil
+	}
+	var op Operation
+	if err := decode(resp, &op); err != nil || op.Done() {
+		return "", false
+	}
+	return op.ID, false
 }
 
 // start sends a request that starts an operation, waits for the operation and decodes its result into out.
@@ -130,7 +136,11 @@ func (c *Client) start(ctx context.Context, r request, out any) error {
 	}})
 	resp, err := c.send(traced, r.with(query))
 	if err != nil && ctx.Err() != nil && r.key != "" && sent.Load() {
-		if id := c.begun(ctx, r); id != "" {
+		id, succeeded := c.begun(ctx, r, out)
+		switch {
+		case succeeded:
+			return nil
+		case id != "":
 			return &UnfinishedError{OperationID: id, Err: context.Cause(ctx)}
 		}
 		return err

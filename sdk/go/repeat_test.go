@@ -93,38 +93,56 @@ func TestCreationIsRepeatedUnderItsKey(t *testing.T) {
 }
 
 // TestInterruptedCallNamesItsOperation ends the context of a creating call while the server works on it. The client then asks under the same
-// key which operation it is, and starts nothing new.
+// key what became of it, and starts nothing new.
 func TestInterruptedCallNamesItsOperation(t *testing.T) {
 	t.Parallel()
-	heard := make(chan struct{})
-	ctx, cancel := context.WithCancel(t.Context())
-	first := ""
-	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		key := r.Header.Get("Idempotency-Key")
-		if r.URL.Query().Get("wait") != "0" {
-			first = key
-			_, _ = io.Copy(io.Discard, r.Body) // then the server notices that the client has gone
-			close(heard)
-			<-r.Context().Done()
-			return
-		}
-		if key != first || key == "" {
-			t.Errorf("key %q, the first request had %q", key, first)
-		}
-		refuse(api.Problem{Status: 409, Code: "IDEMPOTENCY_IN_PROGRESS", OperationID: "op_x"})(w)
-	}))
-	t.Cleanup(srv.Close)
-	go func() {
-		<-heard
-		cancel()
-	}()
-	c, err := coppice.New(coppice.Config{Server: srv.URL})
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{})
-	unfinished, ok := errors.AsType[*coppice.UnfinishedError](err)
-	if !ok || unfinished.OperationID != "op_x" || !errors.Is(err, context.Canceled) {
-		t.Errorf("got %v", err)
+	for name, c := range map[string]struct {
+		answer    func(http.ResponseWriter) // to the question
+		operation coppice.OperationID       // that goes on; empty: the call succeeds
+	}{
+		"another request waits for it": {refuse(api.Problem{Status: 409, Code: "IDEMPOTENCY_IN_PROGRESS", OperationID: "op_x"}), "op_x"},
+		"it goes on":                   {answer(202, api.Operation{ID: "op_x", State: api.OperationRunning}), "op_x"},
+		"it has succeeded":             {answer(201, api.Workspace{ID: "ws_x"}), ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			heard := make(chan struct{})
+			ctx, cancel := context.WithCancel(t.Context())
+			first := ""
+			srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				key := r.Header.Get("Idempotency-Key")
+				if r.URL.Query().Get("wait") != "0" {
+					first = key
+					_, _ = io.Copy(io.Discard, r.Body) // then the server notices that the client has gone
+					close(heard)
+					<-r.Context().Done()
+					return
+				}
+				if key != first || key == "" {
+					t.Errorf("key %q, the first request had %q", key, first)
+				}
+				c.answer(w)
+			}))
+			t.Cleanup(srv.Close)
+			go func() {
+				<-heard
+				cancel()
+			}()
+			client, err := coppice.New(coppice.Config{Server: srv.URL})
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, err := client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{})
+			if c.operation == "" {
+				if err != nil || got.ID != "ws_x" {
+					t.Errorf("got %+v, %v", got, err)
+				}
+				return
+			}
+			unfinished, ok := errors.AsType[*coppice.UnfinishedError](err)
+			if !ok || unfinished.OperationID != c.operation || !errors.Is(err, context.Canceled) {
+				t.Errorf("got %v", err)
+			}
+		})
 	}
 }

@@ -173,7 +173,7 @@ func TestUsage(t *testing.T) {
 			} else {
 				s.Unanswered()
 			}
-			time.Sleep(9 * time.Second)
+			time.Sleep(9 * time.Second) // the clock is synctest's
 		}
 	})
 }

@@ -118,20 +118,22 @@ func (t *Tx) HeartbeatQuietRunners(ctx context.Context, list []controller.QuietB
 	}
 	rows, err := pgtx.Many[quietRow](ctx, t, `
 		WITH u AS (
-		UPDATE runners r SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), allocated = was.said, disk_free_mb = was.disk, beat = was.number, beat_at = now()
-		FROM (
-			SELECT w.id, w.heartbeat_at, b.number, b.allocated AS said, b.disk
-			FROM unnest(@ids::text[], @epochs::bigint[], @started::timestamptz[], @numbers::bigint[], @answered::bigint[], @capacities::jsonb[], @allocated::jsonb[],
-				@disks::bigint[], @kvm::text[], @keys::bytea[], @urls::text[]) AS b (id, epoch, started, number, answered, capacity, allocated, disk, kvm, egress_key, egress_url)
-			JOIN runners w ON w.id = b.id
-			WHERE w.lease_epoch = b.epoch AND w.started_at = b.started AND w.fenced_at IS NULL
-				AND w.beat_epoch = w.lease_epoch AND w.beat_at = w.heartbeat_at AND w.beat = b.answered AND b.number > b.answered
-				AND w.capacity = b.capacity AND w.kvm = b.kvm AND w.egress_key = b.egress_key AND w.egress_url = b.egress_url
-				AND NOT EXISTS (SELECT FROM store_holds s WHERE s.runner_id = w.id)
-			ORDER BY w.id FOR NO KEY UPDATE OF w SKIP LOCKED
-		) was
-		WHERE r.id = was.id
-		RETURNING r.id, was.heartbeat_at, r.endpoint
+			UPDATE runners r SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), allocated = was.said,
+				disk_free_mb = was.disk, beat = was.number, beat_at = now()
+			FROM (
+				SELECT w.id, w.heartbeat_at, b.number, b.allocated AS said, b.disk
+				FROM unnest(@ids::text[], @epochs::bigint[], @started::timestamptz[], @numbers::bigint[], @answered::bigint[],
+					@capacities::jsonb[], @allocated::jsonb[], @disks::bigint[], @kvm::text[], @keys::bytea[], @urls::text[])
+					AS b (id, epoch, started, number, answered, capacity, allocated, disk, kvm, egress_key, egress_url)
+				JOIN runners w ON w.id = b.id
+				WHERE w.lease_epoch = b.epoch AND w.started_at = b.started AND w.fenced_at IS NULL
+					AND w.beat_epoch = w.lease_epoch AND w.beat_at = w.heartbeat_at AND w.beat = b.answered AND b.number > b.answered
+					AND w.capacity = b.capacity AND w.kvm = b.kvm AND w.egress_key = b.egress_key AND w.egress_url = b.egress_url
+					AND NOT EXISTS (SELECT FROM store_holds s WHERE s.runner_id = w.id)
+				ORDER BY w.id FOR NO KEY UPDATE OF w SKIP LOCKED
+			) was
+			WHERE r.id = was.id
+			RETURNING r.id, was.heartbeat_at, r.endpoint
 		)
 		SELECT u.id, u.heartbeat_at, u.endpoint, coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = u.id), '') AS images_sum,
 			CASE WHEN u.id = (SELECT min(id) FROM u) THEN

@@ -171,7 +171,7 @@ type Forks struct {
 
 const (
 	forkTTL = 3600 // seconds that a fork lives that nobody terminates
-	// How long the context of an expansion has ended while each of these is still waited for, one after the other: the capture and the end of its fork.
+	// How long an expansion waits, after its context has ended, for a capture that is under way, and then for the end of the fork. margin has room for both.
 	endTime = 4 * time.Second
 	// How long, and how often, a searcher looks at a child that is being captured.
 	captureTime  = time.Minute

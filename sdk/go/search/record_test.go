@@ -173,3 +173,24 @@ func TestReasonsFit(t *testing.T) {
 		}
 	}
 }
+
+// TestLostChildrenAreLookedFor: each write of a node keeps actions that may have led to a child from everybody, until somebody has looked for it.
+func TestLostChildrenAreLookedFor(t *testing.T) {
+	t.Parallel()
+	var m Memory
+	s := &Search{cfg: Config{Store: &m, Searcher: "me"}, tree: tree{root: newNode("root"), searcher: "me", now: time.Now}}
+	n := s.tree.root
+	n.lost = map[string]bool{"a": true}
+	if err := s.update(t.Context(), n, nil, func(r *Record) error { return r.propose([]Action{{Name: "a"}, {Name: "b"}}) }); err != nil {
+		t.Fatal(err)
+	}
+	r, _, err := m.Load(t.Context(), "root")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, searcher := range []string{"me", "other"} {
+		if a, b := r.edge("a").abandoned(searcher, time.Now()), r.edge("b").abandoned(searcher, time.Now()); !a || b {
+			t.Errorf("to %q: a is to be looked for: %v, b: %v", searcher, a, b)
+		}
+	}
+}

@@ -53,8 +53,8 @@ type PUCT struct {
 	MinMax      bool
 }
 
-// BestOfN tries N actions of the root, and nothing else: at most 50, for which the root's record has room, and fewer if their names, priors or data are long. If fewer are proposed, each is tried
-// several times, under names that end in "#2", "#3", …
+// BestOfN tries N actions of the root, and nothing else. If fewer are proposed, each is tried several times, under names that end
+// in "#2", "#3", … N is at most 50. The root's record has room for fewer if names, priors or data are long; then the search fails.
 type BestOfN struct {
 	N int
 }
