@@ -78,6 +78,7 @@ func TestCutOff(t *testing.T) {
 	g := r.serve(rulesOf(1, "a.test", "b.test"))
 	at := g.sockets.Proxy()
 	process := r.process()
+	r.halt() // its first offer may still be under way, and would give the process the sandbox again
 	var refuse atomic.Bool
 	refuse.Store(true)
 	r.set(refusing(t, process, &refuse), nil)

@@ -30,6 +30,7 @@ type rig struct {
 	*Link
 	t    *testing.T
 	cuts atomic.Int64
+	halt func() // ends Run
 
 	mu    sync.Mutex // guards known
 	known map[core.SandboxID]bool
@@ -50,9 +51,12 @@ func newRig(t *testing.T) *rig {
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	var running sync.WaitGroup
 	running.Go(func() { r.Run(ctx) })
-	t.Cleanup(func() {
+	r.halt = func() {
 		stop()
 		running.Wait()
+	}
+	t.Cleanup(func() {
+		r.halt()
 		if err := r.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
 		}

@@ -13,6 +13,9 @@ import (
 // first: neither database nor store nor authority. It is forked there, on a host that has never seen it: its processes go on, every byte of memory
 // and disk is as it was, and the tree grows on.
 func TestExportToAnotherCluster(t *testing.T) {
+	if !*long {
+		return // two clusters, each with a template of its own, take minutes: make test-long
+	}
 	patient := []string{"--runner-lease", "30s", "--runner-fence", "30s"} // no host dies here, and a busy one must not count as dead
 	p := newPool(t, patient...)
 	home := p.join()
