@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/test/memdir"
 	"github.com/coppice-dev/coppice/internal/test/testaddr"
 	"github.com/coppice-dev/coppice/internal/test/testleak"
 	"github.com/coppice-dev/coppice/internal/test/testpg"
@@ -51,6 +52,9 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		os.Exit(0)
+	}
+	if err := memdir.Use(); err != nil {
+		panic(err)
 	}
 	var err error
 	if buildDir, err = os.MkdirTemp("", "coppice-daemon-"); err != nil {

@@ -31,6 +31,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
+	"github.com/coppice-dev/coppice/internal/test/memdir"
 	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
@@ -131,7 +132,7 @@ func (s *server) startCluster(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	dir, err := os.MkdirTemp("", "coppice-testpg-")
+	dir, err := os.MkdirTemp(memdir.Dir(), "coppice-testpg-")
 	if err != nil {
 		return err
 	}
