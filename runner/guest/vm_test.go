@@ -6,48 +6,22 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
-	"fmt"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
-	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/test/require"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	"github.com/coppice-dev/coppice/runner/guest"
 )
 
 // The tests of this file boot the real agent in a real guest, under TCG, and talk to it through the real client.
-
-// vmImage builds the agent and an image with it, once per test binary. The store is kept between runs.
-var vmImage = sync.OnceValues(func() (images.Image, error) {
-	dir, err := os.MkdirTemp("", "coppice-guest-test-")
-	if err != nil {
-		return images.Image{}, err
-	}
-	defer func() { _ = os.RemoveAll(dir) }()
-	agent := filepath.Join(dir, "coppice-guest")
-	cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", agent, "github.com/coppice-dev/coppice/cmd/coppice-guest")
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return images.Image{}, fmt.Errorf("build the agent: %w\n%s", err, out)
-	}
-	cache, err := os.UserCacheDir()
-	if err != nil {
-		cache = os.TempDir()
-	}
-	store, err := images.Open(filepath.Join(cache, "coppice-test", "e2e-images"))
-	if err != nil {
-		return images.Image{}, err
-	}
-	return build.Image(context.Background(), store, build.Options{Name: "guest-test", AgentBinary: agent})
-})
 
 // vm is a QEMU process with our guest.
 type vm struct {
@@ -74,10 +48,7 @@ func startVM(t *testing.T, o vmOptions) *vm {
 	require.Root(t)
 	qemu, err := exec.LookPath("qemu-system-x86_64")
 	require.That(t, "vm", err == nil && runtime.GOARCH == "amd64" && len(build.MissingPrograms()) == 0, "make setup")
-	img, err := vmImage()
-	if err != nil {
-		t.Fatal(err)
-	}
+	_, img := testvm.Image(t)
 	v := &vm{t: t, dir: t.TempDir(), done: make(chan struct{})}
 	v.overlay = filepath.Join(v.dir, "overlay")
 	from := img.Overlay

@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -49,12 +50,7 @@ func program(t *testing.T, pkg string) string {
 	if !ok {
 		out := filepath.Join(builds.dir, filepath.Base(pkg))
 		compile = sync.OnceValues(func() (string, error) {
-			cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", out, "github.com/coppice-dev/coppice/"+pkg)
-			cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-			if log, err := cmd.CombinedOutput(); err != nil {
-				return "", fmt.Errorf("go build %s: %w\n%s", pkg, err, log)
-			}
-			return out, nil
+			return out, testvm.Compile(context.Background(), out, "github.com/coppice-dev/coppice/"+pkg) //nolint:usetesting // it outlives this test
 		})
 		builds.done[pkg] = compile
 	}
@@ -77,47 +73,24 @@ func cleanBuilds() {
 // imageStore is kept between runs: what an image is made of decides whether it is made again.
 func imageStore(t *testing.T) *images.Store {
 	t.Helper()
-	if dir := testvm.Prepared(); dir != "" {
-		store, _, err := testvm.PreparedStore(dir)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return store
-	}
-	cache, err := os.UserCacheDir()
-	if err != nil {
-		cache = os.TempDir() //nolint:usetesting // it outlives this test
-	}
-	store, err := images.Open(filepath.Join(cache, "coppice-test", "e2e-images"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	store, _ := testvm.Image(t)
 	return store
 }
 
-// demoPackage is what TestDemo needs in the image. All tests share one image, since the build of a second one takes a minute.
-const demoPackage = "python3-toolz"
-
-// image builds an image unless it is there, and returns its digest. The agent is a package of this module.
+// image returns the digest of an image. "e2e" is the one that all packages share; another is built unless it is there. The agent is a package of
+// this module.
 func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 	t.Helper()
 	needVM(t)
-	if dir := testvm.Prepared(); dir != "" {
+	store, shared := testvm.Image(t)
+	if name == "e2e" || testvm.Prepared() != "" {
 		if agent != guestAgent || len(packages) > 0 {
 			t.Fatalf("an image with the agent %s and the packages %v was not prepared", agent, packages)
 		}
-		_, img, err := testvm.PreparedStore(dir)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return img.Digest
+		return shared.Digest
 	}
-	if name == "e2e" {
-		packages = append(packages, demoPackage)
-	}
-	store := imageStore(t)
 	img, err := build.Image(t.Context(), store, build.Options{
-		Name: name, AgentBinary: program(t, agent), Packages: packages, Log: &tail{t: t},
+		Name: name, AgentBinary: program(t, agent), Packages: append(packages, testvm.Packages()...), Log: &tail{t: t},
 		Progress: func(e build.Event) {
 			if e.Done {
 				t.Logf("image %s: %s %s (%.1f s)", name, e.Stage, e.Msg, e.Duration.Seconds())
@@ -127,24 +100,7 @@ func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 	if err != nil {
 		t.Fatalf("build image %s: %v", name, err)
 	}
-	dropOldImages(t, store)
 	return img.Digest
-}
-
-// dropOldImages removes images that lost their name to a newer one.
-func dropOldImages(t *testing.T, store *images.Store) {
-	t.Helper()
-	list, err := store.List()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, img := range list {
-		if img.Name == "" {
-			if err := store.Remove(t.Context(), string(img.Digest)); err != nil {
-				t.Fatal(err)
-			}
-		}
-	}
 }
 
 const (

@@ -16,6 +16,10 @@ import (
 // guestAgent is the main package of the guest agent.
 const guestAgent = "cmd/coppice-guest"
 
+// Packages are the Debian packages of the image on top of those that every image has: examples/mcts needs them. All tests
+// share one image, because the build of a second one takes a minute.
+func Packages() []string { return []string{"python3-toolz"} }
+
 // Image returns a store with the real image, named images.DefaultName, with the guest agent of this tree. It is built
 // once per machine and state of the tree. That takes a minute with an empty cache, and a second or two if only the
 // agent has changed. The store is shared: tests must not remove anything from it.
@@ -49,7 +53,7 @@ func buildImage(agent string) (*images.Store, images.Image, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
 	defer cancel()
-	img, err := build.Image(ctx, store, build.Options{AgentBinary: agent})
+	img, err := build.Image(ctx, store, build.Options{AgentBinary: agent, Packages: Packages()})
 	if err != nil {
 		return nil, images.Image{}, err
 	}

@@ -49,7 +49,7 @@ func preparedKernel(dir string) (build.Kernel, error) {
 // this module, built to run anywhere. The working directory must be in the module.
 func Prepare(ctx context.Context, dir string, packages ...string) error {
 	for _, pkg := range append([]string{guestAgent, vmmGuest}, packages...) {
-		if err := compile(ctx, filepath.Join(dir, "programs", filepath.FromSlash(pkg)), module+pkg); err != nil {
+		if err := Compile(ctx, filepath.Join(dir, "programs", filepath.FromSlash(pkg)), module+pkg); err != nil {
 			return err
 		}
 	}
@@ -68,7 +68,7 @@ func Prepare(ctx context.Context, dir string, packages ...string) error {
 	if err != nil {
 		return err
 	}
-	img, err := build.Image(ctx, store, build.Options{AgentBinary: agent})
+	img, err := build.Image(ctx, store, build.Options{AgentBinary: agent, Packages: Packages()})
 	if err != nil {
 		return err
 	}
@@ -90,8 +90,8 @@ func copyImage(ctx context.Context, img images.Image, to string) error {
 	return nil
 }
 
-// compile builds a static program, with the same bytes wherever the source is.
-func compile(ctx context.Context, out, program string) error {
+// Compile builds a static program of this module, with the same bytes wherever the source is. program is the path of its package.
+func Compile(ctx context.Context, out, program string) error {
 	ctx, cancel := context.WithTimeout(ctx, 15*time.Minute)
 	defer cancel()
 	if err := os.MkdirAll(filepath.Dir(out), 0o755); err != nil { //nolint:gosec // G301: tests that are not root read it

@@ -106,7 +106,7 @@ func program(t testing.TB, pkg string) string {
 		return path
 	}
 	out := filepath.Join(t.TempDir(), "program")
-	if err := compile(t.Context(), out, module+pkg); err != nil {
+	if err := Compile(t.Context(), out, module+pkg); err != nil {
 		t.Fatal(err)
 	}
 	return out
