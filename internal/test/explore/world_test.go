@@ -88,6 +88,7 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	w := &world{t: t, granting: granting, log: &transcript{began: time.Now()}, sides: [2]*side{{}, {}}}
 	w.dsn = testpg.New(t, migrations.Up)
 	w.log.note("there is a database")
+	w.dsn += "&plan_cache_mode=force_generic_plan" // each world prepares its statements anew
 	pool, err := pgxpool.ParseConfig(w.dsn)
 	if err != nil {
 		return w, err
@@ -102,7 +103,7 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	}
 	w.after(func() { _ = w.files.Close() })
 	var listeners []string
-	for i, loop := range []time.Duration{leaseTime, 50 * time.Millisecond} {
+	for i, loop := range []time.Duration{leaseTime, 100 * time.Millisecond} {
 		c, url, err := w.control(w.sides[i], loop)
 		if err != nil {
 			return w, err
@@ -263,7 +264,7 @@ func (w *world) eventually(what string, ok func() bool) bool {
 func (w *world) within(limit time.Duration, ok func() bool) bool {
 	end := time.NewTimer(limit)
 	defer end.Stop()
-	tick := time.NewTicker(10 * time.Millisecond)
+	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for !ok() {
 		select {
