@@ -93,8 +93,11 @@ chmod 755 /root`)
 		before := o.Conns.Load()
 		for _, c := range clients {
 			for _, way := range []string{"told", "untold"} {
-				// An apt-get that succeeds takes 20 seconds: without -long, told over http and untold over https.
-				if allowed && !*long && (c.name == "apt-get, http" && way == "untold" || c.name == "apt-get, https" && way == "told") {
+				// An apt-get that succeeds takes 20 seconds, and one that fails five: without -long there is one of each.
+				if strings.HasPrefix(c.name, "apt-get") && !*long && (c.name == "apt-get, https") != allowed {
+					continue
+				}
+				if strings.HasPrefix(c.name, "apt-get") && !*long && (way == "untold") != allowed {
 					continue
 				}
 				script := strings.NewReplacer("HOST", c.hostOf(allowed), "WAY", way).Replace(c.script)

@@ -55,6 +55,9 @@ func workspace(t *testing.T, s *stack, id coppice.WorkspaceID) coppice.Workspace
 
 // TestHardTimes takes one server through a full disk, the death of its database, and its own.
 func TestHardTimes(t *testing.T) {
+	if !*long {
+		return // TestFaultMatrix kills the same processes, and runner.TestFullHostDisk fills a disk: make test-long
+	}
 	s := newStack(t, "--disk-budget", "1G", "--warm", "1")
 	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
 		Name: "survivor", Image: string(image(t, "e2e", guestAgent)), Resources: coppice.ResourcesRequest{MemoryMiB: new(512)},

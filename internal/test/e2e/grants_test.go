@@ -115,7 +115,7 @@ func (g *granted) refused(ws coppice.WorkspaceID, scripts ...string) {
 	}
 }
 
-// TestGrants has secrets used by real programs in a workspace and 8 forks, over TLS and by base URLs, while the egress process is killed, and
+// TestGrants has secrets used by real programs in a workspace and three forks, or eight with -long, over TLS and by base URLs, while the egress process is killed, and
 // revoked. Afterwards they are nowhere.
 func TestGrants(t *testing.T) {
 	g := newGranted(t)
@@ -124,7 +124,11 @@ func TestGrants(t *testing.T) {
 		t.Errorf("an upstream that echoes: %s", got)
 	}
 	g.headerN++
-	children := fork(t, g.s, g.before, coppiceFork{count: 8})
+	count := 3
+	if *long {
+		count = 8
+	}
+	children := fork(t, g.s, g.before, coppiceFork{count: count})
 	placeholder := shell(t, g.s, g.root, "printf %s \"$ONE\"")
 	seen := map[string]bool{placeholder: true}
 	for i, child := range children {

@@ -14,12 +14,12 @@ import (
 // restored in place: not for programs that go on, nor for root in the guest with what it finds in the memory and files of before.
 func TestOldCheckpointNewPolicy(t *testing.T) {
 	g := newGranted(t)
-	g.use(g.root)
+	g.useCurl(g.root)
 	found := "export ONE=" + shell(t, g.s, g.root, `printf %s "$ONE"`) + " TWO=" + shell(t, g.s, g.root, `printf %s "$TWO"`) +
 		" TWO_BASE_URL=" + shell(t, g.s, g.root, `printf %s "$TWO_BASE_URL"`) + "; "
 	shell(t, g.s, g.root, "cat > /root/found <<'END'\n"+found+"\nEND")
 	old := checkpoint(t, g.s, g.root)
-	g.use(fork(t, g.s, old.ID, coppiceFork{})[0].Workspace.ID) // before: as its parent
+	g.useCurl(fork(t, g.s, old.ID, coppiceFork{})[0].Workspace.ID) // before: as its parent
 
 	if _, err := g.s.client.PatchWorkspace(t.Context(), g.root, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Allow: &[]string{"b.example.com"}}}); err != nil {
 		t.Fatal(err)

@@ -61,6 +61,9 @@ func TestRuntimes(t *testing.T) {
 	}
 	checkMatrix(t, s, children, python)
 
+	if !*long {
+		return // two more forks with Python, and TestHooks shows that hooks run: make test-long
+	}
 	hook(t, s, ws, "10-workers", "pkill -USR1 -f /srv/worker.py")
 	hooked := fork(t, s, checkpoint(t, s, ws).ID, coppiceFork{count: 2})
 	cooperative := python

@@ -59,7 +59,11 @@ func TestSurvival(t *testing.T) {
 	t.Logf("everything answers %.1f s after a kill -9", time.Since(began).Seconds())
 	account.settle("after a kill -9")
 
-	for _, point := range []string{"capture.frozen", "capture.cloned", "capture.reseeded", "capture.published", "fork.resealed"} {
+	points := []string{"capture.cloned", "fork.resealed"} // TestKillSweep kills at more
+	if *long {
+		points = append(points, "capture.frozen", "capture.reseeded", "capture.published")
+	}
+	for _, point := range points {
 		parent := workspace(t, s, ws.ID).CheckpointID
 		s.killAt(t, point, func(ctx context.Context) {
 			_, _ = s.client.ForkWorkspace(ctx, ws.ID, coppice.ForkWorkspaceRequest{})
