@@ -65,7 +65,7 @@ func newBystander(x *assault) *bystander {
 	b := &bystander{x: x, client: x.clientOf(token), secret: "sk-canary/8+" + rand.Text() + "=="}
 	ctx := x.t.Context()
 	ws, err := b.client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{
-		Image: string(image(x.t, "e2e", guestAgent)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{aliceHost}},
+		Image: string(baseImage(x.t)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{aliceHost}},
 	})
 	if err != nil {
 		x.t.Fatal(err)

@@ -114,7 +114,7 @@ func newAssault(t *testing.T) *assault {
 	}
 	x.weak = weak.Secret
 	ws, err := x.mallory.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Image: string(image(t, "e2e", guestAgent)), Resources: small(),
+		Image: string(baseImage(t)), Resources: small(),
 		Network: coppice.NetworkRequest{Allow: &[]string{malloryHost, echoHost, "*.points.example.com"}},
 	})
 	if err != nil {

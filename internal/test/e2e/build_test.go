@@ -77,18 +77,22 @@ func imageStore(t *testing.T) *images.Store {
 	return store
 }
 
-// image returns the digest of an image. "e2e" is the one that all packages share; another is built unless it is there. The agent is a package of
-// this module.
+// baseImage returns the digest of the image that all packages share.
+func baseImage(t *testing.T) core.Digest {
+	t.Helper()
+	needVM(t)
+	_, img := testvm.Image(t)
+	return img.Digest
+}
+
+// image builds an image with an agent, a package of this module, or with more Debian packages, unless it is there, and returns its digest.
 func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 	t.Helper()
 	needVM(t)
-	store, shared := testvm.Image(t)
-	if name == "e2e" || testvm.Prepared() != "" {
-		if agent != guestAgent || len(packages) > 0 {
-			t.Fatalf("an image with the agent %s and the packages %v was not prepared", agent, packages)
-		}
-		return shared.Digest
+	if testvm.Prepared() != "" {
+		t.Fatalf("the image %s was not prepared", name)
 	}
+	store := imageStore(t)
 	img, err := build.Image(t.Context(), store, build.Options{
 		Name: name, AgentBinary: program(t, agent), Packages: append(packages, testvm.Packages()...), Log: &tail{t: t},
 		Progress: func(e build.Event) {

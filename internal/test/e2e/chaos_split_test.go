@@ -59,7 +59,7 @@ type splitRunner struct {
 func deploySplit(t *testing.T, x *chaos) *deployment {
 	t.Helper()
 	needVM(t)
-	image(t, "e2e", guestAgent)
+	baseImage(t)
 	bins, err := pgcluster.Find(t.Context(), os.Getenv("PGBIN"))
 	if err != nil {
 		t.Fatal(err)

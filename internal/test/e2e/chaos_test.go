@@ -140,7 +140,7 @@ func (x *chaos) plant() []seedling {
 	ctx := x.t.Context()
 	made := map[coppice.RunnerID]coppice.Workspace{}
 	for i := 0; len(made) < len(x.hosts); i++ {
-		ws, err := x.clients[0].CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Name: fmt.Sprintf("seed-%d", i), Image: string(image(x.t, "e2e", guestAgent)), Resources: small()})
+		ws, err := x.clients[0].CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Name: fmt.Sprintf("seed-%d", i), Image: string(baseImage(x.t)), Resources: small()})
 		if err != nil {
 			x.t.Fatal(err)
 		}

@@ -363,14 +363,15 @@ func TestCommandLineTree(t *testing.T) {
 	}
 }
 
-// TestDemo runs the search of examples/mcts, with a small budget of forks, on the shared server.
+// TestDemo runs the search of examples/mcts on the shared server. With this seed it finds the fix with about half as many forks as with that of make demo.
 func TestDemo(t *testing.T) {
+	const seed = "6"
 	c := newCLI(t)
-	digest := image(t, "e2e", guestAgent)
+	digest := baseImage(t)
 	report := filepath.Join(c.dir, "report.json")
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, program(t, "examples/mcts"), "-server", c.s.server, "-token", c.s.token, "-image", string(digest), "-report", report, "-creates", "1")
+	cmd := exec.CommandContext(ctx, program(t, "examples/mcts"), "-server", c.s.server, "-token", c.s.token, "-image", string(digest), "-report", report, "-creates", "1", "-seed", seed)
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Fatalf("%v\n%s", err, out)

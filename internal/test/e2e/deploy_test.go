@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/api/apitest"
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/internal/test/testpg"
 	"github.com/coppice-dev/coppice/migrations"
@@ -243,7 +244,7 @@ type resident struct {
 
 func settle(t *testing.T, client *coppice.Client) resident {
 	t.Helper()
-	ws, err := client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Image: "e2e"})
+	ws, err := client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Image: images.DefaultName})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -324,7 +325,7 @@ func (n *deployNode) ensureToken(binary string, c *server, file string) {
 func TestRunnerInAPod(t *testing.T) {
 	binary := program(t, "cmd/coppice")
 	n := newDeployNode(t, "node.sh", func(n *deployNode) []string { return []string{n.mount} })
-	image(t, "e2e", guestAgent)
+	baseImage(t)
 	own := freeAddress(t)
 	store := "dir:" + filepath.Join(n.dir, "data", "store") // a runner without one has no pager
 	c, client := n.controller(binary, "--store", store)
@@ -419,7 +420,7 @@ func TestRunnerInAContainer(t *testing.T) {
 		capabilities += ",+" + strings.ToLower(name)
 	}
 	binary := program(t, "cmd/coppice")
-	image(t, "e2e", guestAgent)
+	baseImage(t)
 	var client *coppice.Client
 	n := newDeployNode(t, "container.sh", func(n *deployNode) []string {
 		var c *server
@@ -475,7 +476,7 @@ func TestSystemdUnits(t *testing.T) {
 	_, err := os.Stat(systemd)
 	require.That(t, "systemd", err == nil, "make setup")
 	binary := program(t, "cmd/coppice")
-	image(t, "e2e", guestAgent)
+	baseImage(t)
 	api, runners, own := freeAddress(t), freeAddress(t), freeAddress(t)
 	socket, dsn := socketOf(t, testpg.New(t, nil), "/run/database")
 	n := newDeployNode(t, "systemd.sh", func(n *deployNode) []string {

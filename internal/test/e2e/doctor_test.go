@@ -13,7 +13,7 @@ import (
 // cloud-hypervisor where there is one.
 func TestDoctor(t *testing.T) {
 	needVM(t)
-	image(t, "e2e", guestAgent)
+	baseImage(t)
 	cmd := exec.CommandContext(t.Context(), program(t, "cmd/coppice"), "--json", "doctor", "--data-dir", t.TempDir())
 	cmd.Env = append(os.Environ(), "COPPICE_IMAGES_DIR="+imageStore(t).Dir(), "COPPICE_VMM=auto", "COPPICE_ACCEL=auto")
 	cmd.Stderr = os.Stderr

@@ -20,7 +20,7 @@ func TestEgress(t *testing.T) {
 	o := testoutside.New(t)
 	s := newStack(t, "--egress-allow-private", testoutside.Prefix, "--egress-resolver", o.Names)
 	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Image: string(image(t, "e2e", guestAgent)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{"a.example.com"}},
+		Image: string(baseImage(t)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{"a.example.com"}},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -71,7 +71,7 @@ func TestEgressClients(t *testing.T) {
 	o.Serve("git.example.com", git)
 	o.Serve("deb.example.com", deb)
 	o.Serve("py.example.com", py)
-	clients, from := egressClients, image(t, "e2e", guestAgent)
+	clients, from := egressClients, baseImage(t)
 	if *long {
 		clients = append(slices.Clip(clients), longClients...)
 		from = image(t, "e2e-clients", guestAgent, "nodejs", "python3-pip", "python3-requests")

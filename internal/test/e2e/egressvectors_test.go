@@ -149,7 +149,7 @@ func newVectors(t *testing.T) *vectors {
 	// The operator's leave opens neither the guests' networks nor what is no network of his.
 	v.s = newStackOn(t, v.host, "--egress-allow-private", testoutside.Prefix, "--egress-allow-private", "10.83.0.0/16", "--egress-resolver", v.world.Names, "--metrics-listen", "127.0.0.1:9464")
 	ws, err := v.s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Image: string(image(t, "e2e", guestAgent)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{goodHost, "*.points.example.com"}},
+		Image: string(baseImage(t)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{goodHost, "*.points.example.com"}},
 	})
 	if err != nil {
 		t.Fatal(err)

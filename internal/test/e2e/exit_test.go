@@ -14,7 +14,7 @@ import (
 func TestCtrlCSuspends(t *testing.T) {
 	s := newStack(t, "--warm", "1", "--on-exit", "suspend")
 	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Name: "sleeper", Image: string(image(t, "e2e", guestAgent)), Resources: coppice.ResourcesRequest{MemoryMiB: new(256)},
+		Name: "sleeper", Image: string(baseImage(t)), Resources: coppice.ResourcesRequest{MemoryMiB: new(256)},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -60,7 +60,7 @@ func TestHardTimes(t *testing.T) {
 	}
 	s := newStack(t, "--disk-budget", "1G", "--warm", "1")
 	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Name: "survivor", Image: string(image(t, "e2e", guestAgent)), Resources: coppice.ResourcesRequest{MemoryMiB: new(512)},
+		Name: "survivor", Image: string(baseImage(t)), Resources: coppice.ResourcesRequest{MemoryMiB: new(512)},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -46,7 +46,7 @@ func newGranted(t *testing.T) *granted {
 	g.cli = cli{t: t, s: g.s, dir: files}
 	g.header, g.base = "sk-canary/1+"+rand.Text()+"==", "sk-canary/2+"+rand.Text()+"=="
 	ws, err := g.s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Image: string(image(t, "e2e", guestAgent)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{"a.example.com", "b.example.com"}},
+		Image: string(baseImage(t)), Resources: small(), Network: coppice.NetworkRequest{Allow: &[]string{"a.example.com", "b.example.com"}},
 	})
 	if err != nil {
 		t.Fatal(err)

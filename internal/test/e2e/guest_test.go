@@ -25,7 +25,7 @@ func small() coppice.ResourcesRequest {
 func plant(t *testing.T, s *stack) (coppice.CheckpointID, coppice.WorkspaceID) {
 	t.Helper()
 	ctx := t.Context()
-	ws, err := s.client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Name: "seed", Image: string(image(t, "e2e", guestAgent)), Resources: small()})
+	ws, err := s.client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Name: "seed", Image: string(baseImage(t)), Resources: small()})
 	if err != nil {
 		t.Fatalf("create the first workspace: %v", err)
 	}

@@ -118,7 +118,7 @@ func TestBadInput(t *testing.T) {
 		{"POST", work + "/restore", `{"checkpoint_id":"` + ws + `"}`, 400, "INVALID_ID"},
 		{"POST", work + "/restore", `{}`, 400, ""},
 		// What does not fit what is there.
-		{"POST", "/v1/workspaces", `{"name":"seed","image":"e2e"}`, 409, "NAME_TAKEN"},
+		{"POST", "/v1/workspaces", `{"name":"seed","image":"base"}`, 409, "NAME_TAKEN"},
 		{"POST", work + "/checkpoints", `{"name":"seed"}`, 409, "NAME_TAKEN"},
 		{"PATCH", node, `{"version":99,"annotations":{"a":1}}`, 409, "VERSION_CONFLICT"},
 		{"PATCH", work, `{"version":99,"labels":{"a":"b"}}`, 409, "VERSION_CONFLICT"},

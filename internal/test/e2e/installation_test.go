@@ -212,7 +212,7 @@ func newInstallation(t *testing.T) *installation {
 	needVM(t)
 	require.That(t, "netns", exec.Command("nsenter", "--version").Run() == nil, "apt-get install util-linux")
 	began := time.Now()
-	digest := image(t, "e2e", guestAgent)
+	digest := baseImage(t)
 	dir, err := os.MkdirTemp("", dirPrefix) //nolint:usetesting // the database's user must reach it, and t.TempDir is private
 	if err != nil {
 		t.Fatal(err)

@@ -59,7 +59,7 @@ func TestKillSweep(t *testing.T) {
 		points = slices.DeleteFunc(s.failpoints(t), elsewhere)
 	}
 	parent, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Name: "parent", Image: string(image(t, "e2e", guestAgent)), Resources: small(),
+		Name: "parent", Image: string(baseImage(t)), Resources: small(),
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -210,7 +210,7 @@ func (s *stack) vmms() map[int]string {
 func TestLeakSearchFinds(t *testing.T) {
 	s := theStack(t)
 	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Image: string(image(t, "e2e", guestAgent)), Resources: small(), Network: coppice.NetworkRequest{EgressPolicy: coppice.EgressAllowAll},
+		Image: string(baseImage(t)), Resources: small(), Network: coppice.NetworkRequest{EgressPolicy: coppice.EgressAllowAll},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -48,7 +48,7 @@ func TestMCP(t *testing.T) {
 		return out
 	}
 
-	made := call("workspace_create", map[string]any{"image": string(image(t, "e2e", guestAgent)), "memory_mib": 256}) // its template has been booted
+	made := call("workspace_create", map[string]any{"image": string(baseImage(t)), "memory_mib": 256}) // its template has been booted
 	id := made["id"].(string)
 	endWithTest(t, s, id)
 	call("file_write", map[string]any{"workspace": id, "path": "/tmp/mcp/input", "content": "41\n"})

@@ -58,7 +58,7 @@ func newPool(t *testing.T, controller ...string) *pool {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &pool{t: t, store: tests3.Start(t), image: image(t, "e2e", guestAgent)}
+	p := &pool{t: t, store: tests3.Start(t), image: baseImage(t)}
 	t.Cleanup(func() {
 		p.stop()
 		if err := os.RemoveAll(dir); err != nil {

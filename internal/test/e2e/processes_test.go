@@ -67,7 +67,7 @@ func serverOf(t *testing.T, ready any, binary string, args ...string) (stop func
 // death of the controller, and files go straight to the runner.
 func TestSeparateProcesses(t *testing.T) {
 	needVM(t)
-	image(t, "e2e", guestAgent)
+	baseImage(t)
 	dir, binary := t.TempDir(), program(t, "cmd/coppice")
 	key, token := filepath.Join(dir, "api.key"), filepath.Join(dir, "join-token")
 	var ready struct {
@@ -109,7 +109,7 @@ func TestSeparateProcesses(t *testing.T) {
 		t.Fatal(err)
 	}
 	ws, err := client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Name: "apart", Image: string(image(t, "e2e", guestAgent)), Resources: coppice.ResourcesRequest{MemoryMiB: new(512)},
+		Name: "apart", Image: string(baseImage(t)), Resources: coppice.ResourcesRequest{MemoryMiB: new(512)},
 	})
 	if err != nil {
 		t.Fatal(err)

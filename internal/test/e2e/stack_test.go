@@ -86,7 +86,7 @@ func makeStack(t *testing.T, dir string, args ...string) *stack {
 			s.args = append(s.args, name, value)
 		}
 	}
-	image(t, "e2e", guestAgent)
+	baseImage(t)
 	return s
 }
 

@@ -21,7 +21,7 @@ import (
 func TestSurvival(t *testing.T) {
 	s := newStack(t, "--warm", "1")
 	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
-		Name: "survivor", Image: string(image(t, "e2e", guestAgent)), Resources: coppice.ResourcesRequest{MemoryMiB: new(256)},
+		Name: "survivor", Image: string(baseImage(t)), Resources: coppice.ResourcesRequest{MemoryMiB: new(256)},
 	})
 	if err != nil {
 		t.Fatal(err)
