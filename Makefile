@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down release release-check
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -25,6 +25,10 @@ VERSITYGW_VERSION := v1.8.0
 MINIO_VERSION     := v0.0.0-20260212201848-7aac2a2c5b7c
 VERSITYGW := $(TOOLS)/versitygw-$(VERSITYGW_VERSION)
 MINIO     := $(TOOLS)/minio-$(MINIO_VERSION)
+
+# Lists what a released program consists of.
+CYCLONEDX_VERSION := v1.9.0
+CYCLONEDX := $(TOOLS)/cyclonedx-gomod-$(CYCLONEDX_VERSION)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +80,12 @@ deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, 
 .PHONY: sdk
 sdk: ## build the packages of the SDKs into var/sdk: a tarball for npm, a wheel for pip
 	@scripts/build-sdks $(VAR)/sdk
+
+release: $(CYCLONEDX) ## make a release of the last commit in var/release, or OUT=dir: static programs, archives and Debian packages for amd64 and arm64, sums, lists of what is in them
+	@GO="$(GO)" CYCLONEDX_GOMOD=$(CYCLONEDX) scripts/release $(or $(OUT),$(VAR)/release)
+
+release-check: $(CYCLONEDX) ## make it twice, in two directories, the second with an empty build cache (SAME_CACHE=1: not), compare all digests and look into it
+	@GO="$(GO)" CYCLONEDX_GOMOD=$(CYCLONEDX) SAME_CACHE=$(SAME_CACHE) scripts/release-check $(or $(OUT),$(VAR)/release)
 
 compose-up: ## run everything in containers: needs a docker engine with Compose 2.15 or later
 	@scripts/compose-up
@@ -153,6 +163,11 @@ $(MINIO):
 	mkdir -p $(TOOLS)/new
 	CGO_ENABLED=0 GOBIN=$(TOOLS)/new $(GO) install $(GOFLAGS_BUILD) github.com/minio/minio@$(MINIO_VERSION)
 	mv $(TOOLS)/new/minio $@
+
+$(CYCLONEDX):
+	mkdir -p $(TOOLS)/new
+	CGO_ENABLED=0 GOBIN=$(TOOLS)/new $(GO) install $(GOFLAGS_BUILD) github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod@$(CYCLONEDX_VERSION)
+	mv $(TOOLS)/new/cyclonedx-gomod $@
 
 image: build ## build the base guest image unless it is current (root)
 	bin/coppice image build

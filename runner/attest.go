@@ -1,13 +1,12 @@
 package runner
 
 import (
-	"runtime/debug"
-	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/attest"
+	"github.com/coppice-dev/coppice/internal/version"
 	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
@@ -32,7 +31,7 @@ func (r *Runner) attest(began time.Time, ckpt *checkpoints.Opened, child runnera
 		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, SandboxID: child.SandboxID, Generation: report.Generation,
 		Checkpoint: attest.Checkpoint{ID: ckpt.ID, Manifest: ckpt.Manifest}, Image: ckpt.Image,
 		Hostname: child.Identity.Hostname, MachineID: child.Identity.MachineID, MAC: child.Identity.MAC, IP: child.Identity.IP, Egress: string(policy), Steps: steps,
-		Runner:    attest.Runner{Version: programVersion()},
+		Runner:    attest.Runner{Version: core.Clip(version.String())},
 		VMM:       attest.VMM{Name: r.class.VMM, Version: r.class.VMMVersion, MachineType: r.class.MachineType, Accelerator: r.class.Accelerator, Arch: r.class.Arch},
 		StartedAt: began, FinishedAt: time.Now(),
 	})
@@ -46,11 +45,3 @@ func verifiedAs(ckpt *checkpoints.Opened, sources []runnerapi.Stored) core.Diges
 	}
 	return sources[0].Digest
 }
-
-// programVersion is the version that the build recorded.
-var programVersion = sync.OnceValue(func() string {
-	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
-		return core.Clip(info.Main.Version)
-	}
-	return "(devel)"
-})

@@ -20,7 +20,7 @@ func TestHelp(t *testing.T) {
 		"ws", "ws create", "ws ls", "ws show", "ws rm", "ws exec", "ws shell", "ws cp", "ws rename", "ws label", "ws network", "ws forward", "ws logs", "ws suspend", "ws resume", "ws usage",
 		"ckpt", "ckpt create", "ckpt ls", "ckpt show", "ckpt tree", "ckpt diff", "ckpt annotate", "ckpt rename", "ckpt label", "ckpt cat", "ckpt rm", "ckpt pin", "ckpt unpin", "ckpt prune", "ckpt retain", "ckpt usage", "ckpt export", "ckpt import",
 		"fork", "restore", "context", "context ls", "context use", "context add", "context rm", "session", "session ls", "session kill", "op", "op ls", "op show", "op cancel", "events", "mcp",
-		"project", "project create", "project ls", "project show", "project quota", "project rm", "key", "key create", "key ls", "key show", "key revoke", "image", "image build", "image ls", "image rm",
+		"project", "project create", "project ls", "project show", "project quota", "project rm", "key", "key create", "key ls", "key show", "key revoke", "image", "image build", "image ls", "image rm", "version",
 	} {
 		a, stdout, _ := clitest.App(nil)
 		if status := run(t.Context(), a, append(strings.Fields(line), "--help")); status != 0 {

@@ -29,6 +29,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/user/mcp"
 	"github.com/coppice-dev/coppice/internal/cli/user/session"
 	"github.com/coppice-dev/coppice/internal/cli/user/tenant"
+	"github.com/coppice-dev/coppice/internal/cli/user/version"
 	"github.com/coppice-dev/coppice/internal/cli/user/workspace"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/failpoint"
@@ -63,6 +64,7 @@ var commands = []func(*cli.App) *cobra.Command{
 	host.NewTrashCommand,
 	store.NewCommand,
 	fleet.NewCommand,
+	version.NewCommand,
 }
 
 func main() {

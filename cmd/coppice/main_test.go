@@ -1,6 +1,7 @@
 package main
 
 import (
+	"runtime"
 	"strings"
 	"testing"
 
@@ -17,7 +18,12 @@ func TestCommandLine(t *testing.T) {
 	}{
 		{[]string{}, exit.OK, "Usage:", ""},
 		{[]string{"--help"}, exit.OK, "--server address", ""},
-		{[]string{"--version"}, exit.OK, "coppice version ", ""},
+		{[]string{"--version"}, exit.OK, "version   devel\n", ""},
+		{[]string{"--version", "--json"}, exit.OK, `"go_version": "go1.`, ""},
+		{[]string{"--version", "frobnicate"}, exit.Usage, "", `unknown command "frobnicate"`},
+		{[]string{"version"}, exit.OK, "platform  " + runtime.GOOS + "/" + runtime.GOARCH, ""},
+		{[]string{"version", "--json"}, exit.OK, `"version": "devel"`, ""},
+		{[]string{"version", "extra"}, exit.Usage, "", "Try 'coppice version --help'."},
 		{[]string{"frobnicate"}, exit.Usage, "", `unknown command "frobnicate"`},
 		{[]string{"--frobnicate"}, exit.Usage, "", "unknown flag: --frobnicate"},
 		{[]string{"doctor", "extra"}, exit.Usage, "", "Try 'coppice doctor --help'."},

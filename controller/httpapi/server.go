@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/tracing"
+	"github.com/coppice-dev/coppice/internal/version"
 )
 
 // server implements the strict interface and the streams beside it.
@@ -48,7 +49,7 @@ func newHandler(control *controller.Controller, log *slog.Logger, bodyTime time.
 }
 
 func newServer(control *controller.Controller, log *slog.Logger) *server {
-	return &server{control: control, flows: control.Flows(), grants: control.Grants(), log: log, version: buildVersion(), pace: defaultPace, upload: maxFile}
+	return &server{control: control, flows: control.Flows(), grants: control.Grants(), log: log, version: version.String(), pace: defaultPace, upload: maxFile}
 }
 
 func (s *server) handler(bodyTime time.Duration) http.Handler {
@@ -155,12 +156,4 @@ func writeJSON(w http.ResponseWriter, status int, v any) error {
 	w.WriteHeader(status)
 	_, err = w.Write(append(b, '\n'))
 	return err
-}
-
-func buildVersion() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok || info.Main.Version == "" {
-		return "(devel)"
-	}
-	return info.Main.Version
 }

@@ -12,13 +12,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"runtime/debug"
 	"slices"
 
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/foreign"
+	"github.com/coppice-dev/coppice/internal/version"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -56,7 +56,6 @@ func (a *App) Root(commands ...func(*App) *cobra.Command) *cobra.Command {
 	root := &cobra.Command{
 		Use:           "coppice",
 		Short:         "Checkpoint running microVMs and fork them from any checkpoint",
-		Version:       version(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
@@ -69,12 +68,19 @@ func (a *App) Root(commands ...func(*App) *cobra.Command) *cobra.Command {
 	flags.StringVar(&a.server, "server", "", "server `address`: unix:///path or http(s)://host:port (default: $COPPICE_SERVER, else that of coppice dev)")
 	flags.StringVar(&a.context, "context", "", "use the server and the key of this `context`, see 'coppice context' (default: $COPPICE_CONTEXT or the current one)")
 	flags.StringVar(&a.token, "token", "", "API `key` (default: $COPPICE_TOKEN or the file $COPPICE_TOKEN_FILE, else that of coppice dev)")
+	wantsVersion := root.Flags().BoolP("version", "v", false, "show which build this program is, as 'coppice version' does")
 	for _, c := range commands {
 		root.AddCommand(c(a))
 	}
 	a.markBegin(root)
 	root.Args = cobra.ArbitraryArgs
-	root.RunE = unlessUnknown
+	root.RunE = func(c *cobra.Command, args []string) error {
+		if *wantsVersion && len(args) == 0 {
+			a.began = true
+			return a.PrintVersion()
+		}
+		return unlessUnknown(c, args)
+	}
 	return root
 }
 
@@ -114,7 +120,7 @@ func (a *App) Client() (*coppice.Client, error) {
 		return nil, err
 	}
 	a.tried = conn
-	return coppice.New(coppice.Config{Server: conn.Server, Token: conn.Token, UserAgent: "coppice-cli/" + version()})
+	return coppice.New(coppice.Config{Server: conn.Server, Token: conn.Token, UserAgent: "coppice-cli/" + version.String()})
 }
 
 // Print writes a result: as JSON with --json, else by human.
@@ -158,15 +164,4 @@ func (a *App) ReportAs(err error, status int) int {
 		fmt.Fprintf(a.Stderr, "Try '%s --help'.\n", cmp.Or(a.ran, "coppice"))
 	}
 	return status
-}
-
-// Version is the version of this program.
-func Version() string { return version() }
-
-// version is the version that the build recorded: a tag, a pseudo-version of the commit, or (devel).
-func version() string {
-	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
-		return info.Main.Version
-	}
-	return "(unknown)"
 }

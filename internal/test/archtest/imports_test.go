@@ -149,7 +149,7 @@ var rules = []rule{
 	{subtree: "sdk/go", only: none, why: "its users do not import a server"},
 	{subtree: "examples", only: []string{"sdk/go"}, why: "examples use the public API only"},
 	{subtree: "mcp", only: []string{"core", "sdk/go", "internal/foreign"}, notForeign: []string{"github.com/jackc/pgx"}, why: "the MCP server is a client of the API: it can do what its caller's key can do"},
-	{subtree: "internal/cli", except: []string{"internal/cli/clitest", "internal/cli/operator"}, only: []string{"core", "sdk/go", "internal/atomicfile", "internal/attest", "internal/foreign", "mcp"}, notForeign: []string{"github.com/jackc/pgx"}, why: "commands of users are clients of the API: they know no server and no host"},
+	{subtree: "internal/cli", except: []string{"internal/cli/clitest", "internal/cli/operator"}, only: []string{"core", "sdk/go", "internal/atomicfile", "internal/attest", "internal/foreign", "internal/version", "mcp"}, notForeign: []string{"github.com/jackc/pgx"}, why: "commands of users are clients of the API: they know no server and no host"},
 	{subtree: "internal/cli/user", not: []string{"internal/cli/operator"}, why: "commands of users know no command of an operator"},
 	{subtree: "internal/cli/operator", not: []string{"internal/cli/user"}, why: "commands of operators know no command of a user"},
 	{subtree: "internal/cli/clitest", only: []string{"api", "core", "sdk/go", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "a server of tests has the routes of the contract and nothing behind them"},

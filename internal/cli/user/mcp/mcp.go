@@ -8,6 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/internal/cli"
+	"github.com/coppice-dev/coppice/internal/version"
 	server "github.com/coppice-dev/coppice/mcp"
 )
 
@@ -29,7 +30,7 @@ With --listen, serve streamable HTTP for several users: each request brings an A
 			if err != nil {
 				return err
 			}
-			cfg.Server, cfg.Version, cfg.Log = conn.Server, cli.Version(), slog.New(slog.NewTextHandler(a.Stderr, nil))
+			cfg.Server, cfg.Version, cfg.Log = conn.Server, version.String(), slog.New(slog.NewTextHandler(a.Stderr, nil))
 			if listen != "" {
 				return server.ServeHTTP(c.Context(), cfg, listen)
 			}
