@@ -4,6 +4,7 @@ package reseal
 
 import (
 	"bytes"
+	"encoding/binary"
 	"os"
 	"strconv"
 
@@ -176,7 +177,8 @@ func runtimeByName(path []byte) string {
 	return ""
 }
 
-// isGo searches for the note with Go's build id, which its linker puts near the beginning of a program.
+// isGo searches for what Go's linker leaves in every program that it makes, also with -s and -w: the note with the build id near the beginning, or,
+// in a program without build id, the build information at the beginning of its first writable segment.
 func isGo(exe string) bool {
 	fd, err := smallfile.Open(exe, unix.O_RDONLY, 0)
 	if err != nil {
@@ -185,5 +187,43 @@ func isGo(exe string) bool {
 	defer func() { _ = unix.Close(fd) }()
 	var head [4096]byte
 	n, err := unix.Pread(fd, head[:], 0)
-	return err == nil && bytes.Contains(head[:n], []byte("\x04\x00\x00\x00Go\x00\x00"))
+	if err != nil {
+		return false
+	}
+	if bytes.Contains(head[:n], []byte("\x04\x00\x00\x00Go\x00\x00")) {
+		return true
+	}
+	offset, ok := writableSegment(head[:n])
+	if !ok {
+		return false
+	}
+	const info = "\xff Go buildinf:"
+	var data [len(info)]byte
+	n, err = unix.Pread(fd, data[:], offset)
+	return err == nil && n == len(data) && string(data[:]) == info
+}
+
+// writableSegment returns where the first writable segment of a 64-bit little-endian ELF file begins in the file, by what its first bytes say.
+func writableSegment(head []byte) (offset int64, ok bool) {
+	const (
+		size     = 56 // of a program header
+		load     = 1  // PT_LOAD
+		writable = 2  // PF_W
+	)
+	if len(head) < 64 || string(head[:6]) != "\x7fELF\x02\x01" || binary.LittleEndian.Uint16(head[54:]) != size {
+		return 0, false
+	}
+	first, count := binary.LittleEndian.Uint64(head[32:]), int(binary.LittleEndian.Uint16(head[56:]))
+	for i := range count {
+		at := first + uint64(i)*size //nolint:gosec // G115: not negative
+		if at > uint64(len(head)-size) {
+			return 0, false
+		}
+		h := head[at:]
+		if binary.LittleEndian.Uint32(h) == load && binary.LittleEndian.Uint32(h[4:])&writable != 0 {
+			offset = int64(binary.LittleEndian.Uint64(h[8:])) //nolint:gosec // G115: a negative one is refused
+			return offset, offset >= 0
+		}
+	}
+	return 0, false
 }
