@@ -1,7 +1,8 @@
-# `make help` lists the targets. Those marked (root) need it: sudo -E make …
+# `make help` lists the targets. Those marked (root) need it: sudo -E make … As root, demo, demo-pool, dev, image and test
+# first install what they need. SETUP=0 turns that off.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down release release-check
+.PHONY: help setup needs s3-server minio test-minio test-bare test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down release release-check
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -36,6 +37,13 @@ help: ## list the targets
 setup: ## install what is missing from Debian's packages (root; else it prints the command)
 	@scripts/setup
 
+# As root, make installs what a target needs before it runs the target. Anyone else gets the command. Tests then skip what needs a missing program.
+NEEDS_OF_TESTS := $(filter test,$(MAKECMDGOALS))
+needs:
+ifneq ($(SETUP),0)
+	@GO="$(GO)" scripts/setup --quiet $(if $(NEEDS_OF_TESTS),,--run) || { $(if $(ROOT),echo "SETUP=0 leaves this check out." >&2; exit 1,true); }
+endif
+
 setup-kvm: ## install the pinned cloud-hypervisor, checked by its sum: PREFIX=dir (root, or a PREFIX of yours)
 	@scripts/setup-kvm $(if $(PREFIX),--prefix $(PREFIX))
 
@@ -62,9 +70,9 @@ LINK := -ldflags=-w
 # As root everything is required and what is missing fails. As anyone else, what needs root skips and says so.
 ifdef ROOT
 test: export COPPICE_TEST_REQUIRE ?= all
-test: build $(GOTESTSUM) $(VERSITYGW) ## unit and integration tests with the race detector (root for all of them)
+test: needs build $(GOTESTSUM) $(VERSITYGW) ## unit and integration tests with the race detector (root for all of them)
 else
-test: build $(GOTESTSUM)
+test: needs build $(GOTESTSUM)
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
 	@(cd internal/test/deploytest && exec $(GO) mod download) >/dev/null 2>&1 & # it takes two minutes on a new machine
@@ -99,6 +107,9 @@ test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime,
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test(Images|Garbage)AgainstModel$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./controller -run '^Test(MassFence|(Among)?ManyLiveWorkspaces)$$' -long -v
 
+test-bare: ## the README's first commands on a fresh Debian 12 with nothing but make, git and Go: COMMANDS="'make demo'" (root; an hour)
+	scripts/bare-root $(COMMANDS)
+
 test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/kvmlane
 	bin/kvmlane -cloud-hypervisor "$(COPPICE_CLOUD_HYPERVISOR)" $(LANE) test
@@ -127,7 +138,7 @@ chaos: build $(VERSITYGW) ## grow trees while servers, databases and VMs are kil
 		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-deployment $(or $(DEPLOY),all) -chaos-history $(VAR)/chaos/history.jsonl
 
 faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
-	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/test/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|HardTimes|PoolFaults)$$' -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/test/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|HardTimes|PoolFaults|PoolLazy)$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 30m ./internal/daemon -run '^TestFailover$$' -long
 
 EXPLORERS ?= $(shell expr 3 \* $$(nproc))
@@ -169,16 +180,16 @@ $(CYCLONEDX):
 	CGO_ENABLED=0 GOBIN=$(TOOLS)/new $(GO) install $(GOFLAGS_BUILD) github.com/CycloneDX/cyclonedx-gomod/cmd/cyclonedx-gomod@$(CYCLONEDX_VERSION)
 	mv $(TOOLS)/new/cyclonedx-gomod $@
 
-image: build ## build the base guest image unless it is current (root)
+image: needs build ## build the base guest image unless it is current (root)
 	bin/coppice image build
 
-demo: build ## search a tree of running machines for a fix, with a real library and real VMs (root)
+demo: needs build ## search a tree of running machines for a fix, with a real library and real VMs (root)
 	scripts/demo
 
-demo-pool: build $(VERSITYGW) ## the same on two runners, each on a host of its own, with the tree in an S3 store (root)
+demo-pool: needs build $(VERSITYGW) ## the same on two runners, each on a host of its own, with the tree in an S3 store (root)
 	scripts/demo-pool
 
-dev: build image ## run controller, runner and PostgreSQL here until Ctrl-C (root)
+dev: needs build image ## run controller, runner and PostgreSQL here until Ctrl-C (root)
 	bin/coppice dev --data-dir $(VAR)/dev
 
 bench: build image ## measure boots, forks, checkpoints and memory in one run of at most 15 minutes: BENCH="-vmm qemu -accel tcg" (root)

@@ -147,9 +147,12 @@ func TestBeatCost(t *testing.T) {
 		return int64(len(text)), asked
 	}
 	sent, asked := map[bool]int64{}, map[bool]int64{}
-	for range 5 { // the first ones also prepare statements
+	for i := range 5 { // the first ones also prepare statements, and another loop may ask at the same time: the least counts
 		for _, whole := range []bool{true, false} {
-			sent[whole], asked[whole] = send(whole)
+			body, asks := send(whole)
+			if sent[whole] = body; i == 0 || asks < asked[whole] {
+				asked[whole] = asks
+			}
 		}
 	}
 	t.Logf("200 sandboxes, 2000 checkpoints: whole %d bytes, and %d between controller and database; differences %d and %d",

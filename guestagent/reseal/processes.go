@@ -177,8 +177,8 @@ func runtimeByName(path []byte) string {
 	return ""
 }
 
-// isGo searches for what Go's linker leaves in every program that it makes, also with -s and -w: the note with the build id near the beginning, or,
-// in a program without build id, the build information at the beginning of its first writable segment.
+// isGo looks for one of two things that Go's linker writes, also with -s and -w: the note with the build id, near the beginning, or the build
+// information, at the beginning of a writable segment. A program that a C linker linked without a build id is not found.
 func isGo(exe string) bool {
 	fd, err := smallfile.Open(exe, unix.O_RDONLY, 0)
 	if err != nil {
@@ -193,37 +193,43 @@ func isGo(exe string) bool {
 	if bytes.Contains(head[:n], []byte("\x04\x00\x00\x00Go\x00\x00")) {
 		return true
 	}
-	offset, ok := writableSegment(head[:n])
-	if !ok {
-		return false
-	}
 	const info = "\xff Go buildinf:"
 	var data [len(info)]byte
-	n, err = unix.Pread(fd, data[:], offset)
-	return err == nil && n == len(data) && string(data[:]) == info
+	var offsets [maxSegments]int64
+	for _, at := range writableSegments(head[:n], offsets[:0]) {
+		if n, err := unix.Pread(fd, data[:], at); err == nil && n == len(data) && string(data[:]) == info {
+			return true
+		}
+	}
+	return false
 }
 
-// writableSegment returns where the first writable segment of a 64-bit little-endian ELF file begins in the file, by what its first bytes say.
-func writableSegment(head []byte) (offset int64, ok bool) {
+// maxSegments bounds the writable segments of a program that are looked at. Go's linker makes two at most.
+const maxSegments = 4
+
+// writableSegments appends where the writable segments of a 64-bit little-endian ELF file begin in the file, as far as its first bytes say it.
+func writableSegments(head []byte, offsets []int64) []int64 {
 	const (
 		size     = 56 // of a program header
 		load     = 1  // PT_LOAD
 		writable = 2  // PF_W
 	)
 	if len(head) < 64 || string(head[:6]) != "\x7fELF\x02\x01" || binary.LittleEndian.Uint16(head[54:]) != size {
-		return 0, false
+		return offsets
 	}
 	first, count := binary.LittleEndian.Uint64(head[32:]), int(binary.LittleEndian.Uint16(head[56:]))
 	for i := range count {
 		at := first + uint64(i)*size //nolint:gosec // G115: not negative
-		if at > uint64(len(head)-size) {
-			return 0, false
+		if at > uint64(len(head)-size) || len(offsets) == maxSegments {
+			break
 		}
 		h := head[at:]
-		if binary.LittleEndian.Uint32(h) == load && binary.LittleEndian.Uint32(h[4:])&writable != 0 {
-			offset = int64(binary.LittleEndian.Uint64(h[8:])) //nolint:gosec // G115: a negative one is refused
-			return offset, offset >= 0
+		if binary.LittleEndian.Uint32(h) != load || binary.LittleEndian.Uint32(h[4:])&writable == 0 {
+			continue
+		}
+		if offset := int64(binary.LittleEndian.Uint64(h[8:])); offset >= 0 { //nolint:gosec // G115: a negative one is left out
+			offsets = append(offsets, offset)
 		}
 	}
-	return 0, false
+	return offsets
 }

@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"testing"
 )
 
@@ -13,9 +14,12 @@ import (
 func TestIsGo(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	for name, flags := range map[string]string{"with a build id": "-s -w", "without": "-s -w -buildid="} {
+	for name, flags := range map[string][]string{
+		"with a build id": {"-ldflags=-s -w"}, "without": {"-ldflags=-s -w -buildid="}, "at any address": {"-ldflags=-s -w -buildid=", "-buildmode=pie"},
+	} {
 		file := filepath.Join(dir, name)
-		cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-ldflags", flags, "-o", file, "github.com/coppice-dev/coppice/cmd/coppice-guest")
+		args := append([]string{"build", "-trimpath", "-o", file}, flags...)
+		cmd := exec.CommandContext(t.Context(), "go", append(args, "github.com/coppice-dev/coppice/cmd/coppice-guest")...)
 		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 		if out, err := cmd.CombinedOutput(); err != nil {
 			t.Fatalf("%v\n%s", err, out)
@@ -29,8 +33,8 @@ func TestIsGo(t *testing.T) {
 	}
 }
 
-// TestWritableSegment: no file, however it begins, is read beyond its head.
-func TestWritableSegment(t *testing.T) {
+// TestWritableSegments: no file, however it begins, is read beyond its head.
+func TestWritableSegments(t *testing.T) {
 	t.Parallel()
 	head := make([]byte, 4096)
 	copy(head, "\x7fELF\x02\x01")
@@ -38,24 +42,28 @@ func TestWritableSegment(t *testing.T) {
 	for what, change := range map[string]func([]byte){
 		"no header of a segment": func(b []byte) { b[56] = 0 },
 		"headers beyond the end": func(b []byte) { b[33] = 16 },
-		"headers before the end": func(b []byte) { b[32], b[33] = 0xf0, 15 },
+		"headers at the end":     func(b []byte) { b[32], b[33] = 0xf0, 15 },
 		"headers far away":       func(b []byte) { copy(b[32:], "\xff\xff\xff\xff\xff\xff\xff\xff") },
 		"a negative offset":      func(b []byte) { b[32], b[64], b[68], b[79] = 64, 1, 2, 0x80 },
 		"many headers":           func(b []byte) { b[32], b[56], b[57] = 64, 0xff, 0xff },
 	} {
-		b := append([]byte(nil), head...)
+		b := slices.Clone(head)
 		change(b)
-		if at, ok := writableSegment(b); ok {
-			t.Errorf("%s: the segment is at %d", what, at)
+		if got := writableSegments(b, nil); len(got) > 0 {
+			t.Errorf("%s: segments at %d", what, got)
 		}
 	}
-	head[32], head[64], head[68], head[72] = 64, 1, 2, 9
-	if at, ok := writableSegment(head); !ok || at != 9 {
-		t.Errorf("the segment is at %d, %v, want 9", at, ok)
+	head[32], head[56] = 64, 8
+	for i := range 8 {
+		h := head[64+56*i:]
+		h[0], h[4], h[8] = 1, 2, byte(i)
+	}
+	if got := writableSegments(head, nil); !slices.Equal(got, []int64{0, 1, 2, 3}) {
+		t.Errorf("eight segments: %d", got)
 	}
 	for n := range 64 {
-		if _, ok := writableSegment(head[:n]); ok {
-			t.Errorf("%d bytes have a segment", n)
+		if got := writableSegments(head[:n], nil); len(got) > 0 {
+			t.Errorf("%d bytes have the segments %d", n, got)
 		}
 	}
 }

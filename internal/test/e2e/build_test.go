@@ -85,7 +85,7 @@ func baseImage(t *testing.T) core.Digest {
 	return img.Digest
 }
 
-// image builds an image with an agent, a package of this module, or with more Debian packages, unless it is there, and returns its digest.
+// image builds an image unless it is there, and returns its digest. The agent is a package of this module.
 func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 	t.Helper()
 	needVM(t)

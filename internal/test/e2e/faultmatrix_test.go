@@ -273,9 +273,10 @@ namespace of its own, PostgreSQL, real VMs) and ends it. Then it checks everythi
 answer. No operation is under way after 15 s. The machine that ran before still runs. Acknowledged
 checkpoints can be forked and have the right content. The host has exactly the VMMs, namespaces,
 cgroups, journals, disks and checkpoints that rows name. Audit log and quota counts are exact.
-` + "`make test`" + ` also runs the rows in **bold**. ` + "`TestPoolFaults`" + ` causes a fault for two runners on
-separate hosts, with a store: work that one loses continues on the other. Every other name is a test
-that shows the row with real parts or with the fake VMM.
+` + "`make test`" + ` also runs the rows in **bold** and the tests that are named, with real parts or with the fake
+VMM, except ` + "`TestPoolFaults`, `TestPoolLazy`" + ` and a part of ` + "`TestHardTimes`" + `. ` + "`make faults`" + ` runs those.
+` + "`TestPoolFaults`" + ` causes a fault for two runners on separate hosts, with a store: work that one loses
+continues on the other.
 
 | # | fault | expected | shown by |
 |---|---|---|---|

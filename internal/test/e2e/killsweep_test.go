@@ -18,7 +18,7 @@ import (
 const failpointsVariable = "COPPICE_FAILPOINTS"
 
 // someKills are the points that every run of the tests kills the server at; with -long it is killed at all there are. At
-// capture.paused and controller.before_end every run kills in TestFaultMatrix (2 and 24), at others of a capture in TestSurvival.
+// capture.paused and controller.before_end every run kills in TestFaultMatrix (2 and 24), at two others of a capture in TestSurvival.
 var someKills = []string{"fork.resealed", "capture.published"}
 
 // elsewhere says whether the work of TestKillSweep never reaches a point. Other tests stop or kill there.

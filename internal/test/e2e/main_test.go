@@ -9,7 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/daemon"
 )
 
-var long = flag.Bool("long", false, "run the long sweeps: the 64-generation tree, every runtime, every fault at every place")
+var long = flag.Bool("long", false, "run the long sweeps: the 64-generation tree, every runtime, every fault at every place, several hosts, a second cluster")
 
 // What the servers of most tests are told. Empty leaves it to them.
 var (

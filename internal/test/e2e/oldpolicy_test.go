@@ -37,7 +37,7 @@ func TestOldCheckpointNewPolicy(t *testing.T) {
 			t.Errorf("it has the grant that was revoked: %s", out)
 		}
 		g.refused(ws,
-			useHeader, usePython, useBase,
+			useHeader, useBase,
 			". /root/found; "+useHeader, ". /root/found; "+useBase,
 			"curl -sS -m 10 https://a.example.com/", "curl -sS -m 10 http://a.example.com/", "curl -sS -m 10 --noproxy '*' https://a.example.com/",
 			"curl -sS -m 10 --noproxy '*' -k --resolve a.example.com:443:"+g.o.Addr+" https://a.example.com/",

@@ -19,7 +19,7 @@ import (
 // that had memory from there, but no checkpoint. The project encrypts: so the same is shown of the keys, which no process keeps.
 func TestPoolLazy(t *testing.T) {
 	if !*long {
-		return // a store that is silent until a guest counts as stalled takes minutes: make test-long
+		return // a guest counts as stalled only after minutes of a silent store: make faults
 	}
 	var pagers []int
 	t.Cleanup(func() { // after everything has ended

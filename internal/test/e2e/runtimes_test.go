@@ -37,7 +37,7 @@ var python = worker{
 }
 
 // TestRuntimes asserts, both ways, which generators of processes that were running stay cloned. What the platform cannot reseed it
-// lists; a hook that asks the process to do it works.
+// lists. With -long a hook asks the process to reseed, and that works.
 func TestRuntimes(t *testing.T) {
 	s := theStack(t)
 	ws := forkOne(t, s, seed(t))

@@ -59,9 +59,9 @@ func TestSurvival(t *testing.T) {
 	t.Logf("everything answers %.1f s after a kill -9", time.Since(began).Seconds())
 	account.settle("after a kill -9")
 
-	points := []string{"capture.cloned", "fork.resealed"} // TestKillSweep kills at more
+	points := []string{"capture.cloned", "capture.reseeded"} // TestKillSweep kills at capture.published and fork.resealed
 	if *long {
-		points = append(points, "capture.frozen", "capture.reseeded", "capture.published")
+		points = append(points, "capture.frozen", "capture.published", "fork.resealed")
 	}
 	for _, point := range points {
 		parent := workspace(t, s, ws.ID).CheckpointID

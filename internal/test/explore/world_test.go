@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -88,7 +89,9 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	w := &world{t: t, granting: granting, log: &transcript{began: time.Now()}, sides: [2]*side{{}, {}}}
 	w.dsn = testpg.New(t, migrations.Up)
 	w.log.note("there is a database")
-	w.dsn += "&plan_cache_mode=force_generic_plan" // each world prepares its statements anew
+	if err := w.planOnce(); err != nil {
+		return w, err
+	}
 	pool, err := pgxpool.ParseConfig(w.dsn)
 	if err != nil {
 		return w, err
@@ -123,6 +126,19 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 		return w, err
 	}
 	return w, w.host(listeners)
+}
+
+// planOnce has the database plan each statement once for a connection: each world prepares its statements anew.
+func (w *world) planOnce() error {
+	u, err := url.Parse(w.dsn)
+	if err != nil {
+		return err
+	}
+	q := u.Query()
+	q.Set("plan_cache_mode", "force_generic_plan")
+	u.RawQuery = q.Encode()
+	w.dsn = u.String()
+	return nil
 }
 
 func (w *world) after(f func()) { w.ends = append(w.ends, f) }

@@ -3,6 +3,8 @@ package memdir
 
 import (
 	"os"
+	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -21,13 +23,30 @@ func Dir() string {
 	if os.Getenv("TMPDIR") != "" || unix.Statfs(dir, &fs) != nil || fs.Type != unix.TMPFS_MAGIC || fs.Bavail*uint64(fs.Bsize) < room { //nolint:gosec // G115: a size of blocks
 		return ""
 	}
+	if fs.Flags&unix.MS_NOEXEC != 0 || limited() { // the flags of statfs are those of mount
+		return ""
+	}
 	if kib, err := procfs.KiB("/proc/meminfo", "MemAvailable"); err != nil || kib < room>>10 {
 		return ""
 	}
 	return dir
 }
 
-// Use makes it the directory for temporary files of this process and of those that it starts. Call it from TestMain.
+// limited reports whether the memory of this process's container has a bound below room: files in memory count.
+func limited() bool {
+	for _, file := range []string{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"} {
+		b, err := os.ReadFile(file)
+		if err != nil {
+			continue
+		}
+		if n, err := strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64); err == nil && n < room {
+			return true
+		}
+	}
+	return false
+}
+
+// Use makes that directory the one for temporary files of this process and its children. Call it from TestMain.
 func Use() error {
 	if dir := Dir(); dir != "" {
 		return os.Setenv("TMPDIR", dir)

@@ -2,12 +2,11 @@ package testvm
 
 import (
 	"context"
-	"fmt"
-	"os"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/test/require"
@@ -27,6 +26,7 @@ func Image(t testing.TB) (*images.Store, images.Image) {
 	t.Helper()
 	QEMU(t, "")
 	require.Root(t)
+	require.That(t, Requirement, Prepared() != "" || len(build.MissingPrograms()) == 0, cure)
 	built.once.Do(func() {
 		if dir := Prepared(); dir != "" {
 			built.store, built.image, built.err = PreparedStore(dir)
@@ -34,7 +34,9 @@ func Image(t testing.TB) (*images.Store, images.Image) {
 		}
 		built.store, built.image, built.err = buildImage(program(t, guestAgent))
 	})
-	require.That(t, Requirement, built.err == nil, fmt.Sprintf("%s; without it: %v", cure, built.err))
+	if built.err != nil {
+		t.Fatalf("build the image: %v", built.err)
+	}
 	return built.store, built.image
 }
 
@@ -70,7 +72,7 @@ func prune(ctx context.Context, store *images.Store, current images.Image) error
 		if img.Name != "" || img.Digest == current.Digest || time.Since(img.CreatedAt) < keep {
 			continue
 		}
-		if err := store.Remove(ctx, string(img.Digest)); err != nil && !os.IsNotExist(err) {
+		if err := store.Remove(ctx, string(img.Digest)); err != nil && core.CodeOf(err) != core.CodeImageNotFound { // another process may be faster
 			return err
 		}
 	}
