@@ -151,13 +151,16 @@ attack: build ## attack a stack as a malicious guest, tenant, upstream and bucke
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 60m ./internal/test/e2e -run '^TestAttack$$' -long | tee $(VAR)/attack.log || status=$$?; \
 	grep '^attacks ' $(VAR)/attack.log; exit $$status
 
+# As make build compiles, so that nothing is compiled again.
+COMPILED := CGO_ENABLED=0 GOFLAGS=-trimpath
+
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
-	$(LINT) run ./...
-	cd internal/test/deploytest && $(LINT) run --config ../../../.golangci.yml ./...
+	$(COMPILED) $(LINT) run ./...
+	cd internal/test/deploytest && $(COMPILED) $(LINT) run --config ../../../.golangci.yml ./...
 
 $(LINT):
 	mkdir -p $(TOOLS)/new
-	GOBIN=$(TOOLS)/new $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
+	CGO_ENABLED=0 GOBIN=$(TOOLS)/new $(GO) install -trimpath github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
 	mv $(TOOLS)/new/golangci-lint $@
 
 $(GOTESTSUM):

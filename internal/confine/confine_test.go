@@ -284,7 +284,9 @@ func TestMemoryWithoutRaceDetector(t *testing.T) {
 	if !confine.RaceDetector {
 		return // the memory tests have run in this program
 	}
-	out, err := exec.CommandContext(t.Context(), "go", "test", "-count=1", "-run", "^(TestLimits|TestMemoryOfTheCaller)$", ".").CombinedOutput()
+	cmd := exec.CommandContext(t.Context(), "go", "test", "-trimpath", "-count=1", "-run", "^(TestLimits|TestMemoryOfTheCaller)$", ".")
+	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0") // as make build: nothing is compiled again
+	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Errorf("%v:\n%s", err, out)
 	}

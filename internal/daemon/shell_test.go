@@ -1,6 +1,7 @@
 package daemon_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -14,6 +15,7 @@ import (
 	"github.com/creack/pty"
 
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/test/testvm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -29,11 +31,7 @@ type terminal struct {
 // program is the coppice that is tested.
 var program = sync.OnceValues(func() (string, error) {
 	binary := filepath.Join(buildDir, "coppice")
-	out, err := exec.Command("go", "build", "-o", binary, "github.com/coppice-dev/coppice/cmd/coppice").CombinedOutput()
-	if err != nil {
-		err = fmt.Errorf("%w\n%s", err, out)
-	}
-	return binary, err
+	return binary, testvm.Compile(context.Background(), binary, "github.com/coppice-dev/coppice/cmd/coppice")
 })
 
 func (c *cluster) shell(args ...string) *terminal {

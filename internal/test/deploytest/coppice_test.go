@@ -37,7 +37,7 @@ func TestMain(m *testing.M) {
 // built is the coppice of this tree.
 var built = sync.OnceValues(func() (string, error) {
 	binary := filepath.Join(buildDir, "coppice")
-	cmd := exec.Command("go", "build", "-o", binary, "./cmd/coppice")
+	cmd := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", binary, "./cmd/coppice")
 	cmd.Dir, cmd.Env = root, append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("build coppice: %w\n%s", err, out)
