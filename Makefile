@@ -76,7 +76,7 @@ test: needs build $(GOTESTSUM)
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
 	@(cd internal/test/deploytest && exec $(GO) mod download) >/dev/null 2>&1 & # it takes two minutes on a new machine
-	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 45m $(AT_ONCE) $(LINK) $(TESTFLAGS)
+	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 60m $(AT_ONCE) $(LINK) $(TESTFLAGS)
 	@cd internal/test/deploytest && GOTESTSUM=$(GOTESTSUM) ../../../scripts/test ./... -count=1 -timeout 10m $(LINK)
 
 test-sdk: ## the tests of the Python and other SDKs, from their packages (needs their registries): SDK=--short for the quick ones
