@@ -219,7 +219,7 @@ func writableSegments(head []byte, offsets []int64) []int64 {
 	}
 	first, count := binary.LittleEndian.Uint64(head[32:]), int(binary.LittleEndian.Uint16(head[56:]))
 	for i := range count {
-		at := first + uint64(i)*size //nolint:gosec // G115: not negative
+		at := first + uint64(i)*size
 		if at > uint64(len(head)-size) || len(offsets) == maxSegments {
 			break
 		}
@@ -227,7 +227,7 @@ func writableSegments(head []byte, offsets []int64) []int64 {
 		if binary.LittleEndian.Uint32(h) != load || binary.LittleEndian.Uint32(h[4:])&writable == 0 {
 			continue
 		}
-		if offset := int64(binary.LittleEndian.Uint64(h[8:])); offset >= 0 { //nolint:gosec // G115: a negative one is left out
+		if offset := int64(binary.LittleEndian.Uint64(h[8:])); offset >= 0 {
 			offsets = append(offsets, offset)
 		}
 	}

@@ -18,8 +18,11 @@ func TestRead(t *testing.T) {
 	}
 	settings := func(modified string) []debug.BuildSetting {
 		return []debug.BuildSetting{
-			{Key: "GOOS", Value: "plan9"}, {Key: "vcs", Value: "git"}, {Key: "vcs.revision", Value: "0123456789abcdef"},
-			{Key: "vcs.time", Value: "2026-11-29T16:00:00Z"}, {Key: "vcs.modified", Value: modified},
+			{Key: "GOOS", Value: "plan9"},
+			{Key: "vcs", Value: "git"},
+			{Key: "vcs.revision", Value: "0123456789abcdef"},
+			{Key: "vcs.time", Value: "2026-11-29T16:00:00Z"},
+			{Key: "vcs.modified", Value: modified},
 		}
 	}
 	for name, c := range map[string]struct {

@@ -107,12 +107,12 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	w.after(func() { _ = w.files.Close() })
 	var listeners []string
 	for i, loop := range []time.Duration{leaseTime, 100 * time.Millisecond} {
-		c, url, err := w.control(w.sides[i], loop)
+		c, address, err := w.control(w.sides[i], loop)
 		if err != nil {
 			return w, err
 		}
 		w.goRun("a controller", c.Run)
-		if listeners = append(listeners, url); i == 0 {
+		if listeners = append(listeners, address); i == 0 {
 			w.first = c
 		} else {
 			w.second = c
