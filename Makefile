@@ -38,10 +38,9 @@ setup: ## install what is missing from Debian's packages (root; else it prints t
 	@scripts/setup
 
 # As root, make installs what a target needs before it runs the target. Anyone else gets the command. Tests then skip what needs a missing program.
-NEEDS_OF_TESTS := $(filter test,$(MAKECMDGOALS))
 needs:
 ifneq ($(SETUP),0)
-	@GO="$(GO)" scripts/setup --quiet $(if $(NEEDS_OF_TESTS),,--run) || { $(if $(ROOT),echo "SETUP=0 leaves this check out." >&2; exit 1,true); }
+	@GO="$(GO)" scripts/setup --quiet $(if $(filter test,$(MAKECMDGOALS)),,--run) || { $(if $(ROOT),echo "SETUP=0 leaves this check out." >&2; exit 1,true); }
 endif
 
 setup-kvm: ## install the pinned cloud-hypervisor, checked by its sum: PREFIX=dir (root, or a PREFIX of yours)
@@ -75,7 +74,7 @@ else
 test: needs build $(GOTESTSUM)
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
-	@(cd internal/test/deploytest && exec $(GO) mod download) >/dev/null 2>&1 & # it takes two minutes on a new machine
+	@(cd internal/test/deploytest && exec $(GO) mod download) >/dev/null 2>&1 & # on a new machine this takes one or two minutes
 	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 60m $(AT_ONCE) $(LINK) $(TESTFLAGS)
 	@cd internal/test/deploytest && GOTESTSUM=$(GOTESTSUM) ../../../scripts/test ./... -count=1 -timeout 10m $(LINK)
 
@@ -151,7 +150,7 @@ attack: build ## attack a stack as a malicious guest, tenant, upstream and bucke
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 60m ./internal/test/e2e -run '^TestAttack$$' -long | tee $(VAR)/attack.log || status=$$?; \
 	grep '^attacks ' $(VAR)/attack.log; exit $$status
 
-# As make build compiles, so that nothing is compiled again.
+# The settings of make build, so that the linters use what it has compiled.
 COMPILED := CGO_ENABLED=0 GOFLAGS=-trimpath
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)

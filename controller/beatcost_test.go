@@ -147,7 +147,8 @@ func TestBeatCost(t *testing.T) {
 		return int64(len(text)), asked
 	}
 	sent, asked := map[bool]int64{}, map[bool]int64{}
-	for i := range 5 { // the first ones also prepare statements, and another loop may ask at the same time: the least counts
+	// The first heartbeats also prepare statements, and other loops may ask at the same time. So the smallest figure counts.
+	for i := range 5 {
 		for _, whole := range []bool{true, false} {
 			body, asks := send(whole)
 			if sent[whole] = body; i == 0 || asks < asked[whole] {

@@ -74,7 +74,7 @@ var errCaller = errors.New("depends on the caller")
 func load(t *testing.T) *sources {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "go", "list", "-export", "-deps", "-json=ImportPath,Dir,Export,GoFiles", "./...")
-	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0", "GOFLAGS=-trimpath") // as make build: nothing is compiled again
+	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0", "GOFLAGS=-trimpath") // the settings of make build: nothing is compiled again
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
 	if err != nil {

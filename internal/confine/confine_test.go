@@ -285,7 +285,7 @@ func TestMemoryWithoutRaceDetector(t *testing.T) {
 		return // the memory tests have run in this program
 	}
 	cmd := exec.CommandContext(t.Context(), "go", "test", "-trimpath", "-count=1", "-run", "^(TestLimits|TestMemoryOfTheCaller)$", ".")
-	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0") // as make build: nothing is compiled again
+	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0") // the settings of make build: nothing is compiled again
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Errorf("%v:\n%s", err, out)

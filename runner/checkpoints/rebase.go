@@ -6,13 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
-	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/procfs"
 	"github.com/coppice-dev/coppice/runner/memory"
 )
 
@@ -150,17 +149,8 @@ func (b *Rebaser) baseRoom() (int64, error) {
 
 // availableMemory is how much memory the kernel could provide without swapping, in bytes.
 func availableMemory() (int64, error) {
-	text, err := os.ReadFile("/proc/meminfo")
-	if err != nil {
-		return 0, err
-	}
-	for line := range strings.Lines(string(text)) {
-		var kib int64
-		if n, _ := fmt.Sscanf(line, "MemAvailable: %d kB", &kib); n == 1 {
-			return kib << 10, nil
-		}
-	}
-	return 0, core.Errorf(core.Internal, core.CodeInternal, "/proc/meminfo does not say how much memory is available")
+	kib, err := procfs.KiB("/proc/meminfo", "MemAvailable")
+	return kib << 10, err
 }
 
 // Rebase replaces a checkpoint's base and delta by a new base with the same bytes. Sandboxes on the old base continue to use it. A

@@ -53,7 +53,7 @@ func workspace(t *testing.T, s *stack, id coppice.WorkspaceID) coppice.Workspace
 	return w
 }
 
-// TestHardTimes takes one server through the death of its database, and with -long through a full disk before and its own death after.
+// TestHardTimes kills the database of a server. With -long it fills the disk before that, and kills the server after it.
 func TestHardTimes(t *testing.T) {
 	s := newStack(t, "--disk-budget", "1G", "--warm", "1")
 	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{

@@ -128,7 +128,7 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	return w, w.host(listeners)
 }
 
-// planOnce has the database plan each statement once for a connection: each world prepares its statements anew.
+// planOnce makes PostgreSQL plan each statement once per connection. Each world has new connections, and would otherwise plan it five times on each.
 func (w *world) planOnce() error {
 	u, err := url.Parse(w.dsn)
 	if err != nil {

@@ -14,9 +14,9 @@ import (
 // room is what must be free for Dir to return a directory: many tests use it at the same time.
 const room = 8 << 30 // bytes
 
-// Dir returns a directory for temporary files that are in memory, if there is one with room and TMPDIR names no other; otherwise "", which os.MkdirTemp
-// takes for the usual one. A PostgreSQL cluster and each of its databases are a thousand files. On a disk, tests that make many of them take twice
-// the processor time.
+// Dir returns a directory whose files are in memory. It returns "" if TMPDIR is set, or if no such directory has enough room; os.MkdirTemp then
+// uses the usual one. A PostgreSQL cluster and each of its databases are a thousand files: on a disk, tests that make many of them take
+// twice the processor time.
 func Dir() string {
 	const dir = "/dev/shm"
 	var fs unix.Statfs_t
@@ -32,7 +32,7 @@ func Dir() string {
 	return dir
 }
 
-// limited reports whether the memory of this process's container has a bound below room: files in memory count.
+// limited reports whether the container of this process may use less memory than room. Files in memory count as memory.
 func limited() bool {
 	for _, file := range []string{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"} {
 		b, err := os.ReadFile(file)
