@@ -1,7 +1,7 @@
 // Drives Coppice through the unmodified e2b package of npm, on machines. As client.py does, it prints one JSON object a line for
 // each check: {"method", "verdict", "note"}.
 
-import { Sandbox, TimeoutError, CommandExitError } from 'e2b'
+import { Sandbox, NotFoundError, TimeoutError, CommandExitError } from 'e2b'
 
 const TIMEOUT = 600_000
 const ABSENT = 'absent: the package does not have it'
@@ -45,9 +45,27 @@ async function until(f, ms = 60_000) {
   }
 }
 
-const sbx = await Sandbox.create('base', { timeoutMs: TIMEOUT, metadata: { 'a b': 'c&d=ü' }, requestTimeoutMs: TIMEOUT })
+const sbx = await Sandbox.create('base', { timeoutMs: TIMEOUT, metadata: { 'a b': 'c&d=ü' }, envs: { FROM_CREATE: 'yes' }, requestTimeoutMs: TIMEOUT })
 
 await check('Sandbox.create', async () => want(/^[a-z0-9]+$/.test(sbx.sandboxId), sbx.sandboxId))
+
+await check('Sandbox.getInfo', async () => {
+  const info = await sbx.getInfo()
+  want(info.sandboxId === sbx.sandboxId && info.metadata['a b'] === 'c&d=ü', JSON.stringify(info))
+})
+
+await check('Sandbox.isRunning', async () => want(await sbx.isRunning(), 'it runs'))
+
+await check('Sandbox.setTimeout', async () => {
+  const before = (await sbx.getInfo()).endAt
+  await sbx.setTimeout(TIMEOUT + 600_000)
+  want((await sbx.getInfo()).endAt - before > 300_000, 'it ends later')
+})
+
+await check('Sandbox.connect (running)', async () => {
+  const again = await Sandbox.connect(sbx.sandboxId, { timeoutMs: TIMEOUT })
+  want((await again.commands.run('echo connected')).stdout === 'connected\n', 'connected')
+})
 
 await check('Sandbox.list', async () => {
   const found = await Sandbox.list({ query: { metadata: { 'a b': 'c&d=ü' } } }).nextItems()
@@ -66,6 +84,17 @@ await check('commands.run (exit status)', async () => {
   throw new Error('no CommandExitError')
 })
 
+await check('commands.run (stderr callback)', async () => {
+  let seen = ''
+  await sbx.commands.run('echo oops >&2', { onStderr: (text) => { seen += text } })
+  want(seen === 'oops\n', seen)
+})
+
+await check('commands.run (envs)', async () => {
+  const out = (await sbx.commands.run('env', { envs: { OF_CALL: '1' } })).stdout
+  want(out.includes('OF_CALL=1\n') && out.includes('FROM_CREATE=yes\n'), out)
+})
+
 await check('commands.run (timeout)', () => refused(() => sbx.commands.run('sleep 600', { timeoutMs: 3000 }), TimeoutError))
 
 await check('commands.run (background), kill, wait', async () => {
@@ -74,6 +103,19 @@ await check('commands.run (background), kill, wait', async () => {
   want(await handle.kill(), 'it was killed')
   await refused(() => handle.wait(), CommandExitError)
 })
+
+await check('commands.connect', async () => {
+  const handle = await sbx.commands.run('cat', { background: true, stdin: true, timeoutMs: 0 })
+  let seen = ''
+  const again = await sbx.commands.connect(handle.pid, { timeoutMs: TIMEOUT, onStdout: (text) => { seen += text } })
+  await sbx.commands.sendStdin(handle.pid, 'typed\n')
+  await until(() => seen === 'typed\n')
+  want(await again.kill(), 'it was killed')
+  await refused(() => again.wait(), CommandExitError)
+  await refused(() => handle.wait(), CommandExitError)
+})
+
+await check('commands.kill (unknown pid)', async () => want((await sbx.commands.kill(999999)) === false, 'nothing was killed'))
 
 await check('pty.create, sendInput, resize, kill', async () => {
   let seen = ''
@@ -88,6 +130,21 @@ await check('pty.create, sendInput, resize, kill', async () => {
 await check('files.write, files.read', async () => {
   await sbx.files.write('/tmp/dir with space/ü.txt', 'content\n')
   want((await sbx.files.read('/tmp/dir with space/ü.txt')) === 'content\n', 'the content')
+})
+
+await check('files.write (many, empty, relative)', async () => {
+  await sbx.files.write([{ path: 'one.txt', data: '1' }, { path: '/tmp/empty.txt', data: '' }])
+  want((await sbx.files.read('one.txt')) === '1' && (await sbx.files.read('/tmp/empty.txt')) === '', 'the contents')
+  want((await sbx.commands.run('cat one.txt')).stdout === '1', 'the same directory')
+})
+
+await check('files.read (absent)', () => refused(() => sbx.files.read('/tmp/none'), NotFoundError))
+
+await check('files.write (metadata)', async () => {
+  await sbx.files.write('/root/described', '1', { metadata: { who: 'me' } })
+  const found = sbx.files.getInfo && (await sbx.files.getInfo('/root/described')).metadata
+  if (found === undefined) return ABSENT // an old package ignores the option
+  want(found.who === 'me', JSON.stringify(found))
 })
 
 await check('files.list, exists, getInfo', async () => {
@@ -111,6 +168,13 @@ await check('files.watchDir, stop', async () => {
   await until(() => seen.includes('new write'))
   want(seen.join() === 'new create,new chmod,new write', seen.join())
   await handle.stop()
+})
+
+await check('files.watchDir (absent)', () => refused(() => sbx.files.watchDir('/tmp/none', () => {}), NotFoundError))
+
+await check('Sandbox.updateNetwork', async () => {
+  if (!sbx.updateNetwork) return ABSENT
+  await sbx.updateNetwork({ allowOut: ['example.com'], denyOut: ['0.0.0.0/0'] })
 })
 
 await check('Sandbox.getMetrics', async () => {
@@ -143,6 +207,18 @@ await check('Sandbox.fork', async () => {
     await c.kill()
   }
   want(words.size === 2, 'two different words')
+})
+
+await check('Sandbox.create (pause at the end of its time)', async () => {
+  const short = Sandbox.betaCreate
+    ? await Sandbox.betaCreate('base', { timeoutMs: TIMEOUT, autoPause: true, requestTimeoutMs: TIMEOUT })
+    : await Sandbox.create('base', { timeoutMs: TIMEOUT, lifecycle: { onTimeout: 'pause' }, requestTimeoutMs: TIMEOUT })
+  await short.files.write('/tmp/kept', 'kept')
+  await short.setTimeout(1000)
+  await until(async () => (await short.getInfo()).state === 'paused', TIMEOUT)
+  await short.connect({ timeoutMs: TIMEOUT })
+  want((await short.files.read('/tmp/kept')) === 'kept', 'the content')
+  await short.kill()
 })
 
 await check('Sandbox.kill', async () => {
