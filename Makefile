@@ -116,7 +116,7 @@ test-kvm: ## run the drivers and the system under a KVM that works, in an emulat
 test-compat: build ## run the unmodified packages of others, pinned by their sums, against Coppice; as root on real VMs, too: COMPAT_LAYERS=e2b or arrakis runs one layer, COMPAT_URL=http://… COMPAT_KEY=… COMPAT_ARRAKIS_URL=http://… uses a server that runs, WRITE=1 writes docs/COMPATIBILITY.md
 	@GO=$(GO) WRITE=$(WRITE) scripts/test-compat
 
-test-e2b: ## run E2B's own tests against a server that runs: COPPICE_E2B_REPO=/their/repository COMPAT_URL=http://… COMPAT_KEY=…
+test-e2b: ## run E2B's own tests against a server that runs, of Python or, with SDK=js, of JavaScript: COPPICE_E2B_REPO=/their/repository COMPAT_URL=http://… COMPAT_KEY=…
 	@scripts/test-e2b
 
 s3-server: $(VERSITYGW) ## build versitygw, the S3 server of tests, unless it is there (minutes)
