@@ -121,10 +121,10 @@ func TestNoMachinePaths(t *testing.T) {
 	}
 }
 
-// TestReadmeNamesEveryDirectory keeps the README's map whole.
-func TestReadmeNamesEveryDirectory(t *testing.T) {
+// TestEveryDirectoryIsNamed keeps the map of the tree in docs/DEVELOPING.md whole.
+func TestEveryDirectoryIsNamed(t *testing.T) {
 	t.Parallel()
-	readme, err := os.ReadFile(filepath.Join(rootDir(t), "README.md"))
+	text, err := os.ReadFile(filepath.Join(rootDir(t), "docs/DEVELOPING.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -135,8 +135,8 @@ func TestReadmeNamesEveryDirectory(t *testing.T) {
 			continue
 		}
 		seen[dir] = true
-		if !strings.Contains(string(readme), "| `"+dir+"/` |") {
-			t.Errorf("the README's map lacks %s/", dir)
+		if !strings.Contains(string(text), "| `"+dir+"/` |") {
+			t.Errorf("the map in docs/DEVELOPING.md lacks %s/", dir)
 		}
 	}
 }

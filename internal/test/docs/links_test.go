@@ -1,0 +1,239 @@
+package docs
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/url"
+	"os"
+	"os/exec"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/net/html"
+
+	"github.com/coppice-dev/coppice/internal/test/require"
+)
+
+const root = "../../.."
+
+var site = flag.String("site", "", "the directory of the built site, for TestSiteLinks")
+
+// markdown lists the Markdown files of the tree: those that git has, and those that it would take.
+func markdown(t *testing.T) []string {
+	t.Helper()
+	git := require.Program(t, "git", "git")
+	cmd := exec.CommandContext(t.Context(), git, "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard", "*.md")
+	cmd.Dir = root
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("git ls-files: %v", err)
+	}
+	var names []string
+	for name := range strings.SplitSeq(strings.TrimRight(string(out), "\x00"), "\x00") {
+		if _, err := os.Stat(filepath.Join(root, name)); err == nil && !strings.Contains(name, "testdata/") {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// TestLinks follows every relative link of every Markdown file, to its file and to its heading.
+func TestLinks(t *testing.T) {
+	t.Parallel()
+	const fewest = 100
+	parsed := map[string]Document{}
+	for _, name := range markdown(t) {
+		text, err := os.ReadFile(filepath.Join(root, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		parsed[name] = Parse(string(text))
+	}
+	followed := 0
+	for name, doc := range parsed {
+		for _, l := range doc.Links {
+			if Outside(l.Target) {
+				continue
+			}
+			followed++
+			if err := follow(parsed, name, l.Target); err != nil {
+				t.Errorf("%s:%d: %v", name, l.Line, err)
+			}
+		}
+	}
+	if followed < fewest {
+		t.Errorf("only %d links were followed", followed)
+	}
+}
+
+func follow(parsed map[string]Document, from, target string) error {
+	u, err := url.Parse(target)
+	if err != nil {
+		return err
+	}
+	to := path.Join(path.Dir(from), u.Path)
+	if u.Path == "" {
+		to = from
+	}
+	info, err := os.Stat(filepath.Join(root, to))
+	switch {
+	case strings.HasPrefix(to, "..") || strings.HasPrefix(u.Path, "/"):
+		return fmt.Errorf("%s is outside of the tree", target)
+	case err != nil:
+		return fmt.Errorf("%s: there is no %s", target, to)
+	case u.Fragment == "":
+		return nil
+	case info.IsDir():
+		return fmt.Errorf("%s is a heading of a directory", target)
+	}
+	doc, ok := parsed[to]
+	if !ok {
+		return fmt.Errorf("%s is a heading of a file that is not Markdown", target)
+	}
+	if !doc.Anchors[u.Fragment] {
+		return fmt.Errorf("%s: %s has no heading #%s", target, to, u.Fragment)
+	}
+	return nil
+}
+
+func TestParse(t *testing.T) {
+	t.Parallel()
+	doc := Parse("# A `b` & [c](d.md)\n\n## Same\n## Same\n```\n[no](no.md)\n# No\n```\nText [x](y.md#z) `[no](no.md)` <img src=\"p.svg\"> <a id=\"own\">\n")
+	for _, anchor := range []string{"a-b--c", "same", "same-1", "own"} {
+		if !doc.Anchors[anchor] {
+			t.Errorf("there is no anchor %q in %v", anchor, doc.Anchors)
+		}
+	}
+	want := []Link{{1, "d.md"}, {9, "y.md#z"}, {9, "p.svg"}}
+	if !slices.Equal(doc.Links, want) || doc.Anchors["no"] {
+		t.Errorf("got %v and %v, want %v", doc.Links, doc.Anchors, want)
+	}
+}
+
+// TestIndex wants every page of docs in its index, docs/README.md, or in the index's pages of decisions and verifications.
+func TestIndex(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile(filepath.Join(root, "docs/README.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	linked := map[string]bool{}
+	for _, l := range Parse(string(text)).Links {
+		linked[path.Join("docs", l.Target)] = true
+	}
+	for _, name := range markdown(t) {
+		dir := path.Dir(name)
+		if strings.HasPrefix(name, "docs/") && name != "docs/README.md" && !linked[name] && (dir == "docs" || !linked[dir]) {
+			t.Errorf("docs/README.md does not link to %s", name)
+		}
+	}
+}
+
+// page is a page of the built site: its ids, its links, and what it loads.
+type page struct {
+	ids          map[string]bool
+	links, loads []string
+}
+
+// TestSiteLinks follows every link of the site in -site, and wants nothing in it that is loaded from elsewhere.
+func TestSiteLinks(t *testing.T) {
+	t.Parallel()
+	if *site == "" {
+		t.Skip("there is no site to read: make docs builds it and runs this test")
+	}
+	const fewest = 20
+	pages := map[string]page{}
+	err := fs.WalkDir(os.DirFS(*site), ".", func(name string, _ fs.DirEntry, err error) error {
+		if err != nil || path.Ext(name) != ".html" {
+			return err
+		}
+		p, err := readPage(filepath.Join(*site, name))
+		pages[name] = p
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(pages) < fewest {
+		t.Errorf("the site has %d pages", len(pages))
+	}
+	for name, p := range pages {
+		for _, target := range p.loads {
+			if Outside(target) && !strings.HasPrefix(target, "data:") {
+				t.Errorf("%s loads %s", name, target)
+			}
+		}
+		for _, target := range slices.Concat(p.links, p.loads) {
+			if err := followPage(pages, name, target); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	}
+}
+
+func followPage(pages map[string]page, from, target string) error {
+	u, err := url.Parse(target)
+	if err != nil || Outside(target) || path.Base(from) == "404.html" {
+		return err
+	}
+	to := path.Join(path.Dir(from), u.Path)
+	if u.Path == "" {
+		to = from
+	}
+	info, err := os.Stat(filepath.Join(*site, to))
+	if err != nil {
+		return fmt.Errorf("%s leads to nothing", target)
+	}
+	if info.IsDir() {
+		to = path.Join(to, "index.html")
+	}
+	p, ok := pages[to]
+	if u.Fragment == "" && (ok || !info.IsDir()) || ok && p.ids[u.Fragment] {
+		return nil
+	}
+	return fmt.Errorf("%s: there is no such page, or no such place on it", target)
+}
+
+// loading are the elements whose address a browser fetches without a click.
+var loading = map[string]bool{"script": true, "img": true, "link": true, "source": true, "iframe": true}
+
+func readPage(file string) (page, error) {
+	p := page{ids: map[string]bool{}}
+	f, err := os.Open(file)
+	if err != nil {
+		return p, err
+	}
+	defer f.Close()
+	z := html.NewTokenizer(f)
+	for {
+		if z.Next() == html.ErrorToken {
+			if errors.Is(z.Err(), io.EOF) {
+				return p, nil
+			}
+			return p, z.Err()
+		}
+		token := z.Token()
+		if token.Type != html.StartTagToken && token.Type != html.SelfClosingTagToken {
+			continue
+		}
+		for _, a := range token.Attr {
+			switch {
+			case a.Key == "id" || a.Key == "name" && token.Data == "a":
+				p.ids[a.Val] = true
+			case a.Key != "href" && a.Key != "src" && a.Key != "srcset":
+			case loading[token.Data] && !slices.ContainsFunc(token.Attr, func(r html.Attribute) bool {
+				return r.Key == "rel" && (r.Val == "canonical" || r.Val == "next" || r.Val == "prev")
+			}):
+				p.loads = append(p.loads, a.Val)
+			default:
+				p.links = append(p.links, a.Val)
+			}
+		}
+	}
+}
