@@ -55,6 +55,8 @@ generate: ## write generated code and documents again: API models and servers, S
 	scripts/generate-sdks
 	GO="$(GO)" scripts/generate-envd
 	$(GO) test ./internal/test/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
+	$(GO) test ./internal/test/docs -run 'TestPictures|TestRoutes' -update
+	$(GO) test ./cmd/coppice -run TestReference -update
 
 # Packages are tested in this order. What takes longest begins first: behind all others it would go on alone. (Results are printed in
 # this order, too.)
@@ -87,6 +89,10 @@ deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, 
 .PHONY: sdk
 sdk: ## build the packages of the SDKs into var/sdk: a tarball for npm, a wheel for pip
 	@scripts/build-sdks $(VAR)/sdk
+
+.PHONY: docs
+docs: ## build the documents as a site in var/docs and follow every link of it (needs python3-venv, and the registry of Python packages once)
+	@TOOLS=$(TOOLS) GO="$(GO)" scripts/docs $(VAR)/docs
 
 release: $(CYCLONEDX) ## make a release of the last commit in var/release, or OUT=dir: static programs, archives and Debian packages for amd64 and arm64, sums, lists of what is in them
 	@GO="$(GO)" CYCLONEDX_GOMOD=$(CYCLONEDX) scripts/release $(or $(OUT),$(VAR)/release)
