@@ -15,7 +15,15 @@ PICTURES = {".svg", ".png"}
 LANGUAGES = {".go": "go", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".mjs": "javascript", ".ts": "typescript", ".sql": "sql"}
 LINK = re.compile(r"(\]\()([^()\s]+)(\))")
 CODE = re.compile(r"(^```.*?^```\s*$|`[^`\n]*`)", re.M | re.S)
+CELL = re.compile(r"<td>.*?</td>", re.S)
+NAME = re.compile(r"(<code>)([\w./-]{20,})(</code>)")
+BREAK = re.compile(r"[./](?=\w)|[a-z](?=[A-Z])|_(?=\w)")
 LARGEST = 400_000
+
+
+def on_page_content(html, page, config, files):
+    """Lets long names in narrow columns break between their words."""
+    return CELL.sub(lambda cell: NAME.sub(lambda code: code[1] + BREAK.sub(r"\g<0><wbr>", code[2]) + code[3], cell[0]), html)
 
 
 def known():
@@ -38,7 +46,14 @@ def on_files(files, config):
 
 
 def generated(config, name, text):
-    return File.generated(config, name, content=links(name, text))
+    return File.generated(config, name, content=f"---\nsearch: {{boost: {boost(name)}}}\n---\n" + links(name, text))
+
+
+def boost(name):
+    """How far up a search shows a page: first those for users, last decisions and what is not in docs/."""
+    if posixpath.basename(name) in {"CONCEPTS.md", "FIRST_STEPS.md", "INSTALL.md"}:
+        return 3
+    return 1 if posixpath.dirname(name) == "docs" else 0.4
 
 
 def targets(name, text):
