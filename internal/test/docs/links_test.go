@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -132,6 +133,38 @@ func TestIndex(t *testing.T) {
 		if strings.HasPrefix(name, "docs/") && name != "docs/README.md" && !linked[name] && (dir == "docs" || !linked[dir]) {
 			t.Errorf("docs/README.md does not link to %s", name)
 		}
+	}
+}
+
+var (
+	figureRow = regexp.MustCompile(`(?m)^\|[^|]*\|([^|]*)\|[^|]*\| \[[^\]]*\]\(([^)#]*)[^)]*\) \|$`)
+	figure    = regexp.MustCompile(`\d+(?:,\d{3})*(?:\.\d+)?`)
+)
+
+// TestFigures wants every measured figure of the README on the page that its row links to.
+func TestFigures(t *testing.T) {
+	t.Parallel()
+	const fewest = 10
+	readme, err := os.ReadFile(filepath.Join(root, "README.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := 0
+	for _, row := range figureRow.FindAllStringSubmatch(string(readme), -1) {
+		text, err := os.ReadFile(filepath.Join(root, row[2]))
+		if err != nil {
+			t.Fatal(err)
+		}
+		measured := figure.FindAllString(string(text), -1)
+		for _, f := range figure.FindAllString(row[1], -1) {
+			found++
+			if !slices.Contains(measured, f) {
+				t.Errorf("%s does not have the figure %s of the README", row[2], f)
+			}
+		}
+	}
+	if found < fewest {
+		t.Errorf("only %d figures were found", found)
 	}
 }
 
