@@ -42,6 +42,7 @@ type ControllerConfig struct {
 	JoinKeyFile  string        // likewise, a key that makes join tokens and nothing else
 	E2B          E2BConfig     // with the certificate of the public API, or without TLS if the public API is
 	Arrakis      ArrakisConfig // likewise
+	Arbor        ArborConfig   // likewise
 	Preview      PreviewConfig
 	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
@@ -58,6 +59,7 @@ type ControllerReady struct {
 	Metrics   string `json:"metrics,omitempty"` // host:port
 	E2B       string `json:"e2b,omitempty"`     // for clients of E2B
 	Arrakis   string `json:"arrakis,omitempty"` // for clients of Arrakis
+	Arbor     string `json:"arbor,omitempty"`   // for clients of Arbor
 
 	ArrakisTerms string `json:"arrakis_terms,omitempty"` // who may do what there
 
@@ -104,7 +106,10 @@ func (c ControllerConfig) validate() error {
 	if c.TLSCert == "" && c.Arrakis.Listen != "" && !loopback(c.Arrakis.Listen) && !c.PlainHTTP {
 		bad("Arrakis' clients would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Arrakis.Listen)
 	}
-	for _, err := range []error{c.Arrakis.Validate(), c.Preview.Validate(c.PlainHTTP)} {
+	if c.TLSCert == "" && c.Arbor.Listen != "" && !loopback(c.Arbor.Listen) && !c.PlainHTTP {
+		bad("Arbor's clients would be served without TLS on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Arbor.Listen)
+	}
+	for _, err := range []error{c.Arrakis.Validate(), c.Arbor.Validate(), c.Preview.Validate(c.PlainHTTP)} {
 		if err != nil {
 			errs = append(errs, err)
 		}
@@ -210,12 +215,12 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err != nil {
 		return err
 	}
-	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), E2B: cfg.urlOf(compat.e2b), Arrakis: cfg.urlOf(compat.arrakis), ArrakisTerms: compat.terms, Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
+	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), E2B: cfg.urlOf(compat.e2b), Arrakis: cfg.urlOf(compat.arrakis), ArrakisTerms: compat.terms, Arbor: cfg.urlOf(compat.arbor), Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
 		return err
 	}
 	// No more requests first, then the operations end, and last nobody listens to runners any more.
 	return runInOrder(ctx,
-		part{"public listeners", served(public, compat.e2b, compat.arrakis, preview)},
+		part{"public listeners", served(public, compat.e2b, compat.arrakis, compat.arbor, preview)},
 		part{"previews", runRouter(router)},
 		part{"controller", control.Run},
 		part{"runners' listener", served(inner)},

@@ -61,6 +61,9 @@ type Config struct {
 
 	ArrakisNeedsKey bool
 
+	Arbor         daemon.ArborConfig // likewise, unless ArborNeedsKey
+	ArborNeedsKey bool
+
 	Preview daemon.PreviewConfig // without TLS, on loopback
 	OnExit  OnExit               // empty: Stop
 	// Hurry ends what OnExit says early when it is closed. nil: nobody hurries.
@@ -76,6 +79,9 @@ type Ready struct {
 	Arrakis string `json:",omitempty"` // likewise, for Arrakis' clients
 
 	ArrakisTerms string `json:",omitempty"` // who may do what there
+
+	Arbor      string `json:",omitempty"` // likewise, for Arbor's clients
+	ArborTerms string `json:",omitempty"`
 
 	Preview string `json:",omitempty"` // the form of the URLs of previews
 	Key     string
@@ -121,29 +127,32 @@ type stack struct {
 	cfg Config
 	log *slog.Logger
 
-	steps     undo.Stack // how to end what was started, last first
-	clusterID string
-	key       string // of the API
-	secret    string // between controller and runner, of this process only
-	runDir    string // sockets
-	database  *database
-	host      *daemon.Host
-	metrics   *daemon.Metrics
-	store     *postgres.Store
-	control   *controller.Controller
-	trusted   controller.Trust
-	onAPI     net.Listener // public ones, before anything is served; nil: not served
-	onE2B     net.Listener
-	onArrakis net.Listener
-	onPreview net.Listener
-	previews  *router.Router // nil: none are served
-	inner     []server       // between controller and runner
-	public    []server
-	server    string
-	e2b       string
-	arrakis   string
-	terms     string // of Arrakis' clients
-	preview   string
+	steps      undo.Stack // how to end what was started, last first
+	clusterID  string
+	key        string // of the API
+	secret     string // between controller and runner, of this process only
+	runDir     string // sockets
+	database   *database
+	host       *daemon.Host
+	metrics    *daemon.Metrics
+	store      *postgres.Store
+	control    *controller.Controller
+	trusted    controller.Trust
+	onAPI      net.Listener // public ones, before anything is served; nil: not served
+	onE2B      net.Listener
+	onArrakis  net.Listener
+	onArbor    net.Listener
+	onPreview  net.Listener
+	previews   *router.Router // nil: none are served
+	inner      []server       // between controller and runner
+	public     []server
+	server     string
+	e2b        string
+	arrakis    string
+	terms      string // of Arrakis' clients
+	arbor      string
+	arborTerms string
+	preview    string
 }
 
 type server struct {
@@ -159,6 +168,9 @@ func (cfg Config) Check() error {
 	}
 	if err == nil && cfg.Arrakis.Listen != "" {
 		err = errors.Join(cfg.checkAddress("arrakis-listen", cfg.Arrakis.Listen), cfg.arrakisConfig("any").Validate())
+	}
+	if err == nil && cfg.Arbor.Listen != "" {
+		err = errors.Join(cfg.checkAddress("arbor-listen", cfg.Arbor.Listen), cfg.arborConfig("any").Validate())
 	}
 	if err == nil && cfg.Preview.Listen != "" {
 		err = cfg.checkAddress("preview-listen", cfg.Preview.Listen)
@@ -183,7 +195,7 @@ func (s *stack) listen(ctx context.Context) error {
 	for _, at := range []struct {
 		address, flag string
 		to            *net.Listener
-	}{{s.cfg.Listen, "listen", &s.onAPI}, {s.cfg.E2B.Listen, "e2b-listen", &s.onE2B}, {s.cfg.Arrakis.Listen, "arrakis-listen", &s.onArrakis}, {s.cfg.Preview.Listen, "preview-listen", &s.onPreview}} {
+	}{{s.cfg.Listen, "listen", &s.onAPI}, {s.cfg.E2B.Listen, "e2b-listen", &s.onE2B}, {s.cfg.Arrakis.Listen, "arrakis-listen", &s.onArrakis}, {s.cfg.Arbor.Listen, "arbor-listen", &s.onArbor}, {s.cfg.Preview.Listen, "preview-listen", &s.onPreview}} {
 		if at.address == "" {
 			continue
 		}
@@ -205,6 +217,9 @@ func (s *stack) listen(ctx context.Context) error {
 	}
 	if s.onArrakis != nil {
 		s.arrakis = "http://" + reachable(s.onArrakis.Addr())
+	}
+	if s.onArbor != nil {
+		s.arbor = "http://" + reachable(s.onArbor.Addr())
 	}
 	return nil
 }
@@ -351,7 +366,7 @@ func (s *stack) serveAll(ctx context.Context) error {
 		}
 		s.serve(&s.public, s.onE2B, compat)
 	}
-	if err := s.serveArrakis(ctx, api); err != nil {
+	if err := errors.Join(s.serveArrakis(ctx, api), s.serveArbor(ctx, api)); err != nil {
 		return err
 	}
 	if s.onPreview == nil {
@@ -466,7 +481,7 @@ func (s *stack) awaitReady(ctx context.Context, ready func(Ready) error) error {
 	defer tick.Stop()
 	for {
 		if err := s.control.Ready(ctx); err == nil {
-			return ready(Ready{Server: s.server, E2B: s.e2b, Arrakis: s.arrakis, ArrakisTerms: s.terms, Preview: s.preview, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
+			return ready(Ready{Server: s.server, E2B: s.e2b, Arrakis: s.arrakis, ArrakisTerms: s.terms, Arbor: s.arbor, ArborTerms: s.arborTerms, Preview: s.preview, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
 		} else if code := core.CodeOf(err); code != core.CodeNoRunner {
 			return err
 		}

@@ -60,10 +60,10 @@ func (l *layer) controlRoutes() http.Handler {
 		"PUT /sandboxes/{id}/network":             l.updateNetwork,
 		"GET /sandboxes/{id}/logs":                logsV1,
 		"GET /v2/sandboxes/{id}/logs":             logs,
-		"POST /v3/templates":                      refuse("to build a template"),
-		"GET /templates/{id}/files/{hash}":        refuse("to build a template"),
-		"POST /v2/templates/{id}/builds/{bid}":    refuse("to build a template"),
-		"GET /templates/{id}/builds/{bid}/status": refuse("to build a template"),
+		"POST /v3/templates":                      refuseBuild,
+		"GET /templates/{id}/files/{hash}":        refuseBuild,
+		"POST /v2/templates/{id}/builds/{bid}":    refuseBuild,
+		"GET /templates/{id}/builds/{bid}/status": refuseBuild,
 	}
 	mux := http.NewServeMux()
 	for pattern, h := range routes {
@@ -111,13 +111,11 @@ func (l *layer) fallback(mux *http.ServeMux) http.Handler {
 	})
 }
 
-func refuse(what string) handler {
-	return func(_ http.ResponseWriter, r *http.Request, c call) error {
-		if _, err := c.Self(r.Context()); err != nil { // a client without a key learns nothing
-			return err
-		}
-		return unsupported(what)
+func refuseBuild(_ http.ResponseWriter, r *http.Request, c call) error {
+	if _, err := c.Self(r.Context()); err != nil { // a client without a key learns nothing
+		return err
 	}
+	return unsupported("to build a template")
 }
 
 func (l *layer) fail(w http.ResponseWriter, r *http.Request, err error) {

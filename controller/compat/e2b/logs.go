@@ -170,14 +170,14 @@ func (q logQuery) wants(e logEntry) bool {
 func entryOf(e coppice.Event) logEntry {
 	object, state, _ := strings.Cut(e.Type, ".")
 	out := logEntry{Timestamp: e.CreatedAt, Level: "info", Message: object + " " + state, Fields: map[string]string{"event": e.Type, "event_id": e.ID}}
-	switch {
-	case state == "failed" || state == "lost":
+	switch state {
+	case "failed", "lost":
 		out.Level = "error"
-	case state == "stalled":
+	case "stalled":
 		out.Level = "warn"
 	}
 	for name, value := range map[string]string{
-		"checkpoint_id": string(e.CheckpointID), "operation_id": string(e.OperationID),
+		"checkpoint_id": e.CheckpointID, "operation_id": e.OperationID,
 		"from": e.Data.From, "name": e.Data.Name, "kind": e.Data.Kind, "code": e.Data.Code,
 	} {
 		if value != "" {

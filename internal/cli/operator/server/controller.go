@@ -53,6 +53,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, ", as --listen is served (default: not served)")
 	arrakisFlags(f, &cfg.Arrakis, ", as --listen is served (default: not served); each request needs a key, as the password of the client's URL", "")
+	f.StringVar(&cfg.Arbor.Listen, "arbor-listen", "", "serve Arbor's clients on this `address`, as --listen is served (default: not served); each request needs a key")
 	f.StringVar(&cfg.Arrakis.KeyFile, "arrakis-key-file", "", "`file` with an API key that requests of Arrakis' clients use if they have none; only with --arrakis-listen on loopback")
 	previewFlags(f, &cfg.Preview, " (default: not served)", "")
 	previewTLSFlags(f, &cfg.Preview)
@@ -103,6 +104,9 @@ it takes no more requests, then ends its operations or leaves them to the next c
 				if err == nil && r.Arrakis != "" {
 					_, err = fmt.Fprintf(w, "  Arrakis       %s (%s)\n", r.Arrakis, r.ArrakisTerms)
 				}
+				if err == nil && r.Arbor != "" {
+					_, err = fmt.Fprintf(w, "  Arbor         %s (each request needs an API key)\n", r.Arbor)
+				}
 				return err
 			})
 		})
@@ -144,7 +148,7 @@ func fromEnvironment(a *cli.App, c *cobra.Command) error {
 
 // serverFlags are those of the servers that have no variable of their own.
 var serverFlags = []string{
-	"database", "database-file", "database-wait", "allow-weak-database", "listen", "tls-cert", "tls-key", "plain-http", "e2b-listen", "e2b-domain", "e2b-user", "e2b-open-egress", "arrakis-listen", "arrakis-key-file", "arrakis-image", "arrakis-ports", "arrakis-open-egress", "preview-listen", "preview-domain", "preview-tls-cert", "preview-tls-key", "preview-acme-host", "preview-acme-cache", "preview-acme-directory", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
+	"database", "database-file", "database-wait", "allow-weak-database", "listen", "tls-cert", "tls-key", "plain-http", "e2b-listen", "e2b-domain", "e2b-user", "e2b-open-egress", "arrakis-listen", "arrakis-key-file", "arrakis-image", "arrakis-ports", "arrakis-open-egress", "arbor-listen", "preview-listen", "preview-domain", "preview-tls-cert", "preview-tls-key", "preview-acme-host", "preview-acme-cache", "preview-acme-directory", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",

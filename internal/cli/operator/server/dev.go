@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -39,7 +40,8 @@ Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. T
 
 The API has no TLS, so it listens on loopback only, unless --plain-http says that a proxy in front of it speaks TLS.
 
-Clients of Arrakis need no key, so every user of this machine can use VMs through them. --arrakis-require-key and --arrakis-listen - change that.
+Clients of Arrakis and of Arbor need no key, so every user of this machine can use VMs through them. --arrakis-require-key, --arbor-require-key,
+--arrakis-listen - and --arbor-listen - change that.
 
 The command enters the address and the key of the API as a context in ~/.config/coppice/connection.json, where the client commands of this
 user find them ('coppice context'), and takes the entry away when it ends.
@@ -56,6 +58,8 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, " (default 127.0.0.1:7075, or a free port if --listen does not have port 7070); - for none")
 	arrakisFlags(f, &cfg.Arrakis, " (default 127.0.0.1:7000, or a free port if --listen does not have port 7070); - for none", "5901=gui,5736=code")
+	f.StringVar(&cfg.Arbor.Listen, "arbor-listen", "", "serve Arbor's clients on this `address` (default 127.0.0.1:8080 if --listen has port 7070 and that address is free, else a free port); - for none")
+	f.BoolVar(&cfg.ArborNeedsKey, "arbor-require-key", false, "requests of Arbor's clients need a key; without this flag they need none, and --arbor-listen must be on loopback")
 	f.BoolVar(&cfg.ArrakisNeedsKey, "arrakis-require-key", false, "requests of Arrakis' clients need a key, as the password of the client's URL; without this flag they need none, and --arrakis-listen must be on loopback")
 	previewFlags(f, &cfg.Preview, " (default 127.0.0.1:7076, or a free port if --listen does not have port 7070); - for none", "localhost")
 	f.StringVar(&onExit, "on-exit", string(devstack.Suspend), "what to `do` with running workspaces at Ctrl-C: suspend, terminate, or stop")
@@ -124,6 +128,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 func listenBeside(cfg *devstack.Config) {
 	cfg.E2B.Listen = beside(cfg.E2B.Listen, cfg.Listen, "127.0.0.1:7075")
 	cfg.Arrakis.Listen = beside(cfg.Arrakis.Listen, cfg.Listen, "127.0.0.1:7000")
+	cfg.Arbor.Listen = beside(cfg.Arbor.Listen, cfg.Listen, orAnyPort("127.0.0.1:8080"))
 	if cfg.Preview.Listen = beside(cfg.Preview.Listen, cfg.Listen, "127.0.0.1:7076"); cfg.Preview.Listen == "" {
 		cfg.Preview.Domain = ""
 	}
@@ -142,6 +147,16 @@ func beside(address, api, usual string) string {
 	return "127.0.0.1:0"
 }
 
+// orAnyPort is an address that is in use by much else: if it is taken, a free port of it.
+func orAnyPort(address string) string {
+	l, err := net.Listen("tcp", address) //nolint:noctx // it does not wait
+	if err != nil {
+		return "127.0.0.1:0"
+	}
+	_ = l.Close() // nothing was accepted
+	return address
+}
+
 // e2bText says how E2B's clients are used.
 func e2bText(cfg devstack.Config, r devstack.Ready) string {
 	if r.E2B == "" {
@@ -156,6 +171,14 @@ func arrakisText(r devstack.Ready) string {
 		return ""
 	}
 	return fmt.Sprintf("  Arrakis  SandboxManager(%q); %s\n", r.Arrakis, r.ArrakisTerms)
+}
+
+// arborText says how Arbor's clients are used.
+func arborText(r devstack.Ready) string {
+	if r.Arbor == "" {
+		return ""
+	}
+	return fmt.Sprintf("  Arbor    BASE=%s; %s\n", r.Arbor, r.ArborTerms)
 }
 
 // previewText says where previews are.
@@ -207,6 +230,6 @@ Try this in another terminal, as the same user:
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
 %s
-`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r)+arrakisText(r)+previewText(r), warnings(r.Weak), atExit(cfg.OnExit))
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r)+arrakisText(r)+arborText(r)+previewText(r), warnings(r.Weak), atExit(cfg.OnExit))
 	return err
 }

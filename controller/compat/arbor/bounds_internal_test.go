@@ -1,0 +1,56 @@
+package arbor
+
+import (
+	"testing"
+	"time"
+)
+
+func TestPassesAreBounded(t *testing.T) {
+	t.Parallel()
+	var p passes
+	first, _, err := p.give("s", "k")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range maxPasses - 1 {
+		if _, _, err := p.give("s", "k"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, _, err := p.give("s", "k"); err == nil {
+		t.Error("one more is given")
+	}
+	if key, ok := p.take("s", first); !ok || key != "k" {
+		t.Errorf("%q, %t", key, ok)
+	}
+	last, _, err := p.give("s", "k")
+	if err != nil {
+		t.Error("a pass that was used takes room")
+	}
+	p.given[last] = grantedPass{"s", "k", time.Now().Add(-time.Second)}
+	if _, ok := p.take("s", last); ok {
+		t.Error("a pass that has expired is good")
+	}
+}
+
+func TestStreamsAreBounded(t *testing.T) {
+	t.Parallel()
+	var s streams
+	var leave func()
+	for range maxStreams {
+		var err error
+		if leave, err = s.enter("k"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := s.enter("k"); err == nil {
+		t.Error("one more is open")
+	}
+	if _, err := s.enter("other"); err != nil {
+		t.Error(err)
+	}
+	leave()
+	if _, err := s.enter("k"); err != nil {
+		t.Error(err)
+	}
+}

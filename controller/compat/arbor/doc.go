@@ -1,0 +1,25 @@
+// Package arbor lets the calls of Arbor's README and API reference work against Coppice. It owns the
+// translation between Arbor's API and Coppice's.
+//
+// It is a client of the REST API. Each request becomes requests of the REST API, which is a handler of
+// the same process. So keys, scopes, quotas, rates and the audit log are those of the REST API, and this
+// package has no use case of its own.
+//
+// # Answers
+//
+// An answer has the fields of Arbor's answer and all fields of Coppice's. Where Arbor answers before the
+// work is done, with 202 and an operation, so does this layer. A field that Coppice does not have is
+// refused by its name. Errors have Arbor's form; details.coppice_code has the code of Coppice.
+//
+// # Keys
+//
+// Arbor has no authentication. A layer with a key of its own uses it for requests without one. Then it
+// answers only requests that come from this host, for this host, and not from a web page. A client can
+// give a key as a bearer token or as the password of its URL.
+//
+// # Content types
+//
+// `curl -d` sends JSON as a form, and Arbor's README relies on that. So every content type is taken. A
+// web page could send such a request without asking; requests that look like those of a browser are
+// refused.
+package arbor
