@@ -41,6 +41,7 @@ type Agent struct {
 	handler   http.Handler
 	hosts     *link.Server
 	idle      idler
+	nothing   string // a program that does nothing when it has the argument workload.NothingMode; empty: there is none
 }
 
 // work is the workload, as the agent uses it.

@@ -4,6 +4,7 @@ package guestagent
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"os"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/procfs"
 	"github.com/coppice-dev/coppice/guestagent/reseal"
+	"github.com/coppice-dev/coppice/guestagent/workload"
 )
 
 const (
@@ -54,7 +56,7 @@ func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 	defer a.gate.control.Unlock()
 	s := a.gate.get()
 	switch {
-	case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded:
+	case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded && !s.Rehearsed:
 		answer.WriteJSON(w, http.StatusOK, s.quiesced)
 		return nil
 	case s.State != guestapi.StateReleased:
@@ -119,7 +121,7 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 	defer a.gate.control.Unlock()
 	s := a.gate.get()
 	switch {
-	case s.State != guestapi.StateFrozen:
+	case s.State != guestapi.StateFrozen || s.Rehearsed: // after a provisional reseal it is not the captured machine
 		return wrongState(s, "reseeded")
 	case req.Generation != s.Generation:
 		return wrongGeneration(s)
@@ -135,7 +137,7 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 }
 
 // resealGuest gives this guest a new identity. From its beginning on the guest is quarantined, and there is no second
-// try: a guest whose reseal failed is useless.
+// try: a guest whose reseal failed is useless. A provisional reseal that succeeds leaves the guest frozen.
 func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	received := time.Now()
 	var req guestapi.ResealRequest
@@ -156,13 +158,18 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	}
 	stale := s.quiesced.StaleProcesses
 	s.Used = append(s.Used, s.Generation)
-	s.State, s.Generation, s.Resealed = guestapi.StateQuarantined, req.Identity.Generation, false
+	s.State, s.Generation, s.Resealed, s.Rehearsed = guestapi.StateQuarantined, req.Identity.Generation, false, false
 	if err := a.gate.set(s); err != nil {
 		return err
 	}
 	report := a.reseal.Run(r.Context(), req, received)
 	report.StaleProcesses = stale
-	if report.Complete {
+	switch {
+	case report.Complete && req.Provisional:
+		if err := a.rehearsed(r.Context(), s); err != nil {
+			return err
+		}
+	case report.Complete:
 		s.Resealed = true
 		if err := a.gate.set(s); err != nil {
 			return err
@@ -173,6 +180,22 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	}
 	answer.WriteJSON(w, http.StatusOK, report)
 	return nil
+}
+
+// rehearsed is called when a provisional reseal has succeeded. What a reseal needs to know about the guest has changed, so it is collected
+// again. The program that does nothing is started as a user's command is, so that the first command of the clone finds its way prepared.
+// If that fails, the guest is as good as before.
+func (a *Agent) rehearsed(ctx context.Context, s gateState) error {
+	if a.nothing != "" {
+		if err := a.sessions.Rehearse(ctx, a.work.StartHook, a.nothing, workload.NothingMode); err != nil {
+			a.log.WarnContext(ctx, "no program was started for practice", "err", err)
+		}
+	}
+	if err := errors.Join(a.work.EndHooks(), a.reseal.Inspect()); err != nil {
+		return core.Wrapf(err, core.Internal, core.CodeInternal, "the guest cannot be inspected after a provisional reseal: %v", err)
+	}
+	s.State, s.Rehearsed = guestapi.StateFrozen, true
+	return a.gate.set(s)
 }
 
 func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
@@ -211,6 +234,8 @@ func wrongState(s gateState, done string) error {
 	switch {
 	case s.State == guestapi.StateFrozen && s.Reseeded:
 		is += " and reseeded"
+	case s.State == guestapi.StateFrozen && s.Rehearsed:
+		is += " and resealed provisionally"
 	case s.State == guestapi.StateFrozen:
 		is += " and not reseeded"
 	case s.State == guestapi.StateQuarantined && !s.Resealed:

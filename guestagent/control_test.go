@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -67,6 +68,9 @@ func TestStates(t *testing.T) {
 	resealAs := func(g string) func() error {
 		return func() error { return a.call(guestapi.PathReseal, guesttest.ResealRequest(g)) }
 	}
+	provisional := func(g string) func() error {
+		return func() error { return a.call(guestapi.PathReseal, provisionalRequest(g)) }
+	}
 	release := func(g string) func() error {
 		return func() error { return a.call(guestapi.PathRelease, guestapi.ReleaseRequest{Generation: g}) }
 	}
@@ -104,6 +108,27 @@ func TestStates(t *testing.T) {
 		{resealAs("g1"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
 		{resealAs("g3"), "", guestapi.StateQuarantined},
 		{release("g3"), "", guestapi.StateReleased},
+		{provisional("p1"), guestapi.CodeWrongState, guestapi.StateReleased},
+		{quiesce("c4"), "", guestapi.StateFrozen},
+		{provisional("g3"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
+		{provisional("p1"), "", guestapi.StateFrozen},
+		{release("p1"), guestapi.CodeWrongState, guestapi.StateFrozen},
+		{release("g3"), guestapi.CodeWrongGeneration, guestapi.StateFrozen},
+		{reseed("p1"), guestapi.CodeWrongState, guestapi.StateFrozen}, // it is not the captured machine any more
+		{reseed("g3"), guestapi.CodeWrongState, guestapi.StateFrozen},
+		{quiesce("c4"), guestapi.CodeWrongState, guestapi.StateFrozen},
+		{provisional("p1"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
+		{resealAs("p1"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
+		{resealAs("g3"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
+		{resealAs("g4"), "", guestapi.StateQuarantined},
+		{provisional("p2"), guestapi.CodeWrongState, guestapi.StateQuarantined},
+		{resealAs("p1"), guestapi.CodeAlreadySealed, guestapi.StateQuarantined},
+		{release("p1"), guestapi.CodeWrongGeneration, guestapi.StateQuarantined},
+		{release("g4"), "", guestapi.StateReleased},
+		{quiesce("c5"), "", guestapi.StateFrozen},
+		{resealAs("p1"), guestapi.CodeAlreadySealed, guestapi.StateFrozen},
+		{resealAs("g5"), "", guestapi.StateQuarantined},
+		{release("g5"), "", guestapi.StateReleased},
 	} {
 		if err := step.do(); core.CodeOf(err) != step.want {
 			t.Fatalf("step %d: %v, want %q", i, err, step.want)
@@ -118,6 +143,75 @@ func TestStates(t *testing.T) {
 	s := a.StartSession(guestapi.SessionSpec{Command: []string{"sh", "-c", "echo $FORK"}})
 	if out, _ := a.ReadOutput(s.ID, "follow=1"); out != "1\n" { //nolint:bodyclose // ReadOutput has read and closed it
 		t.Errorf("the sandbox's environment is not that of the fork: %q", out)
+	}
+}
+
+func provisionalRequest(generation string) guestapi.ResealRequest {
+	req := guesttest.ResealRequest(generation)
+	req.Env, req.Provisional = nil, true
+	return req
+}
+
+// TestProvisionalReseal: hooks and journal learn nothing of a provisional reseal, the next reseal reports the same processes, and what the
+// next reseal might leave is refused. An agent that fails in a provisional reseal, or starts after one, lets nothing run.
+func TestProvisionalReseal(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	a.nothing = "/bin/true"
+	inspected := 0
+	count := func() string { inspected++; return "" }
+	ran := a.withSteps(reseal.Step{Name: guestapi.StepEntropy, Nothing: count}, reseal.Step{Name: guestapi.StepJournal}, reseal.Step{Name: guestapi.StepHooks})
+	if err := a.call(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c"}); err != nil {
+		t.Fatal(err)
+	}
+	stale := []core.StaleProcess{{PID: 7, Command: "x", Runtime: "python"}}
+	s := a.gate.get()
+	s.quiesced.StaleProcesses = stale
+	if err := a.gate.set(s); err != nil {
+		t.Fatal(err)
+	}
+	for name, change := range map[string]func(*guestapi.ResealRequest){
+		"env":       func(r *guestapi.ResealRequest) { r.Env = map[string]string{} },
+		"resolvers": func(r *guestapi.ResealRequest) { r.Network.DNS = []netip.Addr{netip.MustParseAddr("10.0.0.9")} },
+		"disk":      func(r *guestapi.ResealRequest) { r.GrowDisk = true },
+	} {
+		req := provisionalRequest("p")
+		change(&req)
+		if err := a.call(guestapi.PathReseal, req); core.CodeOf(err) != core.CodeInvalidField {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	before := inspected
+	for _, req := range []guestapi.ResealRequest{provisionalRequest("p"), guesttest.ResealRequest("g")} {
+		report := guesttest.Must[core.ResealReport](t)(guesttest.Ask[core.ResealReport](a, http.MethodPost, guestapi.PathReseal, req))
+		if !report.Complete || report.Generation != req.Identity.Generation || len(report.Steps) != 3 || !slices.Equal(report.StaleProcesses, stale) {
+			t.Errorf("report %+v", report)
+		}
+		if skipped := report.Steps[1].Status == core.ResealSkipped && report.Steps[2].Status == core.ResealSkipped; skipped != req.Provisional {
+			t.Errorf("journal and hooks in %+v", report.Steps)
+		}
+	}
+	if want := []string{guestapi.StepEntropy, guestapi.StepEntropy, guestapi.StepJournal, guestapi.StepHooks}; !slices.Equal(*ran, want) {
+		t.Errorf("the steps that ran are %v", *ran)
+	}
+	if inspected != before+1 {
+		t.Errorf("the guest was inspected %d times after a provisional reseal", inspected-before)
+	}
+	if len(a.work.Started) > 0 {
+		t.Errorf("started in the workload: %v", a.work.Started)
+	}
+
+	failed := newTestAgent(t)
+	failed.withSteps(reseal.Step{Name: "one", Do: func(context.Context, *reseal.Run) (reseal.Evidence, error) { return nil, os.ErrPermission }})
+	if err := failed.call(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c"}); err != nil {
+		t.Fatal(err)
+	}
+	report := guesttest.Must[core.ResealReport](t)(guesttest.Ask[core.ResealReport](failed, http.MethodPost, guestapi.PathReseal, provisionalRequest("p")))
+	if report.Complete || failed.state().State != guestapi.StateQuarantined {
+		t.Errorf("after a failed provisional reseal: %+v, %+v", report, failed.state())
+	}
+	if err := failed.call(guestapi.PathReseal, guesttest.ResealRequest("g")); core.CodeOf(err) != guestapi.CodeWrongState {
+		t.Errorf("a guest whose provisional reseal failed is resealed: %v", err)
 	}
 }
 
@@ -201,6 +295,7 @@ func TestStateIsKept(t *testing.T) {
 		{State: guestapi.StateFrozen, Generation: "a-long-generation", CaptureID: "c1"},
 		{State: guestapi.StateQuarantined, Generation: "g", Used: []string{"a-long-generation", "b"}, Resealed: true},
 		{State: guestapi.StateFrozen, Generation: "g", CaptureID: "c", Reseeded: true},
+		{State: guestapi.StateFrozen, Generation: "p", CaptureID: "c", Rehearsed: true, Used: []string{"g"}},
 		{State: guestapi.StateReleased, Generation: "h"},
 	} {
 		if err := g.set(want); err != nil {
@@ -218,7 +313,7 @@ func TestStateIsKept(t *testing.T) {
 	if err := g.set(long); err != nil || len(g.get().Used) != maxGenerations {
 		t.Errorf("%d generations are remembered (%v)", len(g.get().Used), err)
 	}
-	for _, broken := range []string{"", "released\n", "released\ng\n\nno\nno\n", "strange\ng\n\nno\nno\nend\n", "released\n\n\nno\nno\nend\n"} {
+	for _, broken := range []string{"", "released\n", "released\ng\n\nno\nno\nno\n", "strange\ng\n\nno\nno\nno\nend\n", "released\n\n\nno\nno\nno\nend\n", "released\ng\n\nno\nno\nend\n"} {
 		if err := os.WriteFile(path, []byte(broken), 0o600); err != nil {
 			t.Fatal(err)
 		}

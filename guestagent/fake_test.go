@@ -107,6 +107,10 @@ func TestFakeGuestAnswersAlike(t *testing.T) {
 		t.Fatal(err)
 	}
 	ids["{reseal}"] = string(again)
+	if again, err = json.Marshal(provisionalRequest("p1")); err != nil {
+		t.Fatal(err)
+	}
+	ids["{provisional}"] = string(again)
 	var pairs []string
 	for name, value := range ids {
 		pairs = append(pairs, name, value)
@@ -223,6 +227,12 @@ POST /v1/release {"generation":"another"}
 POST /v1/release {"generation":"{generation}"}
 POST /v1/reseal {reseal}
 POST /v1/quiesce {"capture_id":"c3"}
+POST /v1/reseal {provisional}
+POST /v1/reseal {provisional}
+GET /v1/health
+POST /v1/quiesce {"capture_id":"c3"}
+POST /v1/reseed {"generation":"{generation}","entropy":"{entropy}"}
+POST /v1/release {"generation":"{generation}"}
 POST /v1/reseal {}
 POST /v1/reseal {reseal}
 POST /v1/reseal {reseal}

@@ -37,6 +37,7 @@ type gateState struct {
 	CaptureID  string
 	Resealed   bool     // quarantined, and every step of the reseal succeeded
 	Reseeded   bool     // frozen, and reseeded: the machine may go on
+	Rehearsed  bool     // frozen, and provisionally resealed: only another reseal is possible
 	Used       []string // every generation before this one, oldest first
 
 	quiesced guestapi.QuiesceResponse
@@ -75,7 +76,7 @@ func (s gateState) String() string {
 		}
 		return "no"
 	}
-	lines := append([]string{string(s.State), s.Generation, s.CaptureID, flag(s.Resealed), flag(s.Reseeded)}, s.Used...)
+	lines := append([]string{string(s.State), s.Generation, s.CaptureID, flag(s.Resealed), flag(s.Reseeded), flag(s.Rehearsed)}, s.Used...)
 	return strings.Join(lines, "\n") + "\n" + stateEnd + "\n"
 }
 
@@ -83,10 +84,12 @@ func (s gateState) String() string {
 func parseState(text string) (s gateState, ok bool) {
 	text, _, whole := strings.Cut(text, "\n"+stateEnd+"\n") // the rest is left over from a longer state
 	f := strings.Split(text, "\n")
-	if !whole || len(f) < 5 || f[1] == "" {
+	if !whole || len(f) < 6 || f[1] == "" {
 		return s, false
 	}
-	s = gateState{State: guestapi.State(f[0]), Generation: f[1], CaptureID: f[2], Resealed: f[3] == "yes", Reseeded: f[4] == "yes", Used: f[5:]}
+	s = gateState{
+		State: guestapi.State(f[0]), Generation: f[1], CaptureID: f[2], Resealed: f[3] == "yes", Reseeded: f[4] == "yes", Rehearsed: f[5] == "yes", Used: f[6:],
+	}
 	return s, s.State == guestapi.StateReleased || s.State == guestapi.StateFrozen || s.State == guestapi.StateQuarantined
 }
 

@@ -35,6 +35,7 @@ func main() {
 		mode = os.Args[1]
 	}
 	switch {
+	case mode == workload.NothingMode:
 	case mode == workload.InitMode:
 		exit(workload.RunInit())
 	case os.Getpid() == 1:

@@ -22,7 +22,7 @@ func (s *State) quiesce(_ *http.Request, req guestapi.QuiesceRequest) (guestapi.
 	switch {
 	case req.CaptureID == "":
 		return s.Quiesced, core.Errorf(core.Invalid, core.CodeInvalidField, "a quiesce needs a capture_id")
-	case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded:
+	case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded && !s.Rehearsed:
 		return s.Quiesced, nil
 	case s.State != guestapi.StateReleased:
 		return s.Quiesced, s.wrongState("quiesced")
@@ -51,7 +51,7 @@ func (g *Guest) reseed(w http.ResponseWriter, r *http.Request) error {
 	faults := g.faults(r.Context(), guestapi.StepEntropy)
 	return respond(g, w, http.StatusOK, func(s *State) (guestapi.ReseedResponse, error) {
 		switch {
-		case s.State != guestapi.StateFrozen:
+		case s.State != guestapi.StateFrozen || s.Rehearsed:
 			return guestapi.ReseedResponse{}, s.wrongState("reseeded")
 		case req.Generation != s.Generation:
 			return guestapi.ReseedResponse{}, s.wrongGeneration()
@@ -68,6 +68,9 @@ func (g *Guest) reseal(w http.ResponseWriter, r *http.Request) error {
 	if err := answer.ReadJSON(w, r, answer.MaxControlBody, &req); err != nil {
 		return err
 	}
+	if req.Provisional && (req.Env != nil || len(req.Network.DNS) > 0 || req.GrowDisk) {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "a provisional reseal takes no env, no resolvers and no growth of the disk")
+	}
 	if len(req.Entropy) != guestapi.EntropySize || req.Identity.Generation == "" {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "a reseal needs a generation and %d bytes of entropy", guestapi.EntropySize)
 	}
@@ -80,9 +83,12 @@ func (g *Guest) reseal(w http.ResponseWriter, r *http.Request) error {
 			return core.ResealReport{}, s.wrongState("resealed")
 		}
 		s.Used = append(s.Used, s.Generation)
-		s.State, s.Generation = guestapi.StateQuarantined, req.Identity.Generation
+		s.State, s.Generation, s.Rehearsed = guestapi.StateQuarantined, req.Identity.Generation, false
 		report := s.resealed(req, faults)
-		s.Sealed, report.DurationMS = report.Complete, core.Milliseconds(time.Since(received))
+		if report.Complete && req.Provisional {
+			s.State, s.Rehearsed = guestapi.StateFrozen, true
+		}
+		s.Sealed, report.DurationMS = report.Complete && !req.Provisional, core.Milliseconds(time.Since(received))
 		return report, nil
 	})
 }

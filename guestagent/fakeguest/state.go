@@ -24,6 +24,7 @@ type State struct {
 	CaptureID  string
 	Sealed     bool     // quarantined, and every step of the reseal succeeded
 	Reseeded   bool     // frozen, and reseeded: the machine may go on
+	Rehearsed  bool     // frozen, and provisionally resealed: only another reseal is possible
 	Used       []string // every generation before this one
 	Quiesced   guestapi.QuiesceResponse
 

@@ -15,11 +15,13 @@ const (
 	FeatureSignalTarget = "signal_target" // signals to other processes than those in the foreground
 	FeatureFromNow      = "from_now"      // output from the time of the request on
 	FeatureDeadline     = "deadline"      // a new deadline for a session that runs
+
+	FeatureProvisional = "provisional_reseal" // a reseal after which the guest can be resealed again, see ResealRequest
 )
 
 // Features are the features of the agents of this version.
 func Features() []string {
-	return []string{FeatureFileWork, FeatureWatch, FeatureSignalTarget, FeatureFromNow, FeatureDeadline}
+	return []string{FeatureFileWork, FeatureWatch, FeatureSignalTarget, FeatureFromNow, FeatureDeadline, FeatureProvisional}
 }
 
 // ParamNeed is the query parameter with a feature that the body of a request relies on.

@@ -201,6 +201,11 @@ type ResealRequest struct {
 	GrowDisk     bool              `json:"grow_disk,omitempty"`
 	DiskBytes    int64             `json:"disk_bytes,omitempty"` // with GrowDisk: the device's new size, which the guest sees a little later than the host
 	CA           string            `json:"ca,omitempty"`         // PEM, appended to the trust bundles of the image
+	// Provisional asks for a rehearsal with an identity that nobody will see. Every step runs, but not the hooks, and nothing is written to the
+	// journal. The guest stays frozen for the same capture: it can be resealed again, and cannot be released before that. The next
+	// reseal replaces what this one has set, except what it may leave as it is: so env, resolvers and the growth of the disk are refused,
+	// and the caller must give the same CA again. It needs FeatureProvisional: an older agent would do a reseal that counts.
+	Provisional bool `json:"provisional,omitempty"`
 }
 
 // ReleaseRequest thaws the workload. Generation is that of the reseal, or the present one after a reseed.

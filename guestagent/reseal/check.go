@@ -49,6 +49,8 @@ func CheckRequest(req guestapi.ResealRequest) error {
 		return bad("host_time_ns is missing")
 	case len(req.Token) > 4096 || !only(req.Token, isGraph):
 		return bad("token is not printable or too long")
+	case req.Provisional && (req.Env != nil || len(req.Network.DNS) > 0 || req.GrowDisk):
+		return bad("a provisional reseal takes no env, no resolvers and no growth of the disk: the next reseal might leave them")
 	}
 	for k, v := range req.Env {
 		if k == "" || strings.ContainsAny(k, "=\x00") || strings.ContainsRune(v, 0) {

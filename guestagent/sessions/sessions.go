@@ -213,6 +213,32 @@ func (m *Server) start(spec guestapi.SessionSpec) (*session, error) {
 	return s, nil
 }
 
+// Rehearse starts a program of the agent's own with the preparations of a session, and waits for its end. The program is no session, and start
+// puts it beside the workload, which is frozen.
+func (m *Server) Rehearse(ctx context.Context, start func(*exec.Cmd) error, program ...string) error {
+	var cmd *exec.Cmd
+	var st *streams
+	err := m.work.Inside(func() error {
+		var err error
+		if cmd, err = command(guestapi.SessionSpec{Command: program, Cwd: "/"}, nil); err != nil {
+			return err
+		}
+		if st, err = openStreams(guestapi.SessionSpec{}); err != nil {
+			return err
+		}
+		st.wire(cmd)
+		return start(cmd)
+	})
+	if st != nil {
+		defer st.closeAll()
+	}
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() })()
+	return cmd.Wait()
+}
+
 // launch starts the process. The caller holds s.mu.
 func (m *Server) launch(spec guestapi.SessionSpec, env map[string]string, s *session) (*exec.Cmd, *streams, error) {
 	var cmd *exec.Cmd

@@ -37,6 +37,9 @@ const (
 // InitMode is the argument that makes the agent's binary run as PID 1 of the workload.
 const InitMode = "workload-init"
 
+// NothingMode is the argument that makes the agent's binary do nothing.
+const NothingMode = "nothing"
+
 // Workload is the workload of a guest: a cgroup, and pid, mount and cgroup namespaces held by a small init.
 type Workload struct {
 	init    int // its PID 1, as the agent sees it

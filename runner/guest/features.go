@@ -33,6 +33,12 @@ func (c *Client) can(ctx context.Context, need []string) error {
 	return nil
 }
 
+// Has reports whether the agent has a feature.
+func (c *Client) Has(ctx context.Context, feature string) (bool, error) {
+	has, err := c.askFeatures(ctx)
+	return slices.Contains(has, feature), err
+}
+
 func (c *Client) askFeatures(ctx context.Context) ([]string, error) {
 	c.features.mu.Lock()
 	has, asked := c.features.list, c.features.asked

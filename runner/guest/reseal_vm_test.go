@@ -136,7 +136,7 @@ func TestVMReseal(t *testing.T) {
 		ident map[string]string
 	}
 	var clones []*clone
-	for n := range 2 {
+	for n := range 3 { // the last one is prepared by a provisional reseal
 		cl := &clone{want: wantReseal(2+n, fmt.Sprintf("gen-%d", n))}
 		begin := time.Now()
 		cl.vm = startVM(t, vmOptions{incoming: state, overlay: parent.overlay, diskSize: 2 << 30})
@@ -159,6 +159,9 @@ func TestVMReseal(t *testing.T) {
 		if n == 1 {
 			cl.ask("block_resize", map[string]any{"device": "disk", "size": int64(2 << 30)})
 			cl.want.GrowDisk, cl.want.DiskBytes = true, 2<<30
+		}
+		if n == 2 {
+			provisional(t, cl.c)
 		}
 		report := reseal(t, cl.c, cl.want)
 		if len(report.StaleProcesses) != len(q.StaleProcesses) || len(q.StaleProcesses) < 2 {
@@ -183,19 +186,23 @@ func TestVMReseal(t *testing.T) {
 		cl.ident = identity(t, cl.c)
 		checkIdentity(t, cl.ident, cl.want)
 		checkWorker(t, cl.c, s.ID, len(m.seen))
+		if cl.ident["runs"] != "1" || cl.ident["provisional"] != "" {
+			t.Errorf("the hooks have run %s times; a provisional identity is in %q", cl.ident["runs"], cl.ident["provisional"])
+		}
 		if at, now := cl.ident["counted"], sh(t, cl.c, readCounter); at == now || at == "" {
 			t.Errorf("the counter does not go on: %s, then %s", at, now)
 		}
 		checkFrames(t, cl.vm, sealed, cl.want.Identity.MAC)
 	}
 	for _, key := range []string{"boot_id", "random", "machine_id", "hostname", "ssh", "mac", "ip", "tfo"} {
-		if a, b := clones[0].ident[key], clones[1].ident[key]; a == b || a == "" || b == "" {
-			t.Errorf("%s is %q and %q in two clones", key, a, b)
+		a, b, c := clones[0].ident[key], clones[1].ident[key], clones[2].ident[key]
+		if a == b || a == c || b == c || a == "" || b == "" || c == "" {
+			t.Errorf("%s is %q, %q and %q in three clones", key, a, b, c)
 		}
 	}
-	// Both hooks have looked at the counter before the thaw: not one instruction of it had run in either clone.
-	if a, b := clones[0].ident["counted"], clones[1].ident["counted"]; a != b {
-		t.Errorf("the counter was %s and %s before the thaw of two clones", a, b)
+	// The hooks have looked at the counter before the thaw: not one instruction of it had run in any clone.
+	if a, b, c := clones[0].ident["counted"], clones[1].ident["counted"], clones[2].ident["counted"]; a != b || a != c {
+		t.Errorf("the counter was %s, %s and %s before the thaw of three clones", a, b, c)
 	}
 	if small, large := clones[0].ident["disk"], clones[1].ident["disk"]; small != "1" || large != "2" {
 		t.Errorf("the disks have %s and %s GiB, want 1 and 2", small, large)
@@ -224,6 +231,25 @@ func TestVMReseal(t *testing.T) {
 	}
 	want.Env = map[string]string{"FORK": "2"}
 	checkIdentity(t, id, want)
+}
+
+// provisional prepares a clone, as a host does before it knows the clone's identity. The clone cannot be released then.
+func provisional(t *testing.T, c *guest.Client) {
+	t.Helper()
+	want := wantReseal(99, "gen-provisional")
+	want.Identity.Hostname, want.Token = "provisional", "provisional-token"
+	want.Network.DNS, want.Env, want.Provisional = nil, nil, true
+	if has, err := c.Has(t.Context(), guestapi.FeatureProvisional); err != nil || !has {
+		t.Fatalf("the agent knows of provisional reseals: %t, %v", has, err)
+	}
+	reseal(t, c, want)
+	if _, err := c.Release(t.Context(), guestapi.ReleaseRequest{Generation: "gen-provisional"}); core.CodeOf(err) != guestapi.CodeWrongState {
+		t.Errorf("released after a provisional reseal: %v", err)
+	}
+	h, err := c.Health(t.Context())
+	if err != nil || h.State != guestapi.StateFrozen || h.CaptureID != "ckpt_1" {
+		t.Errorf("after a provisional reseal: %+v %v", h, err)
+	}
 }
 
 // testCA is a certificate of nobody.
@@ -263,6 +289,8 @@ echo left=$(pgrep -fc '[s]leep 1000')
 echo now=$(date +%s)
 echo counted=$(cat /root/counted | tr -d " ")
 echo ca=$(grep -c 'coppice: begin' /etc/ssl/certs/ca-certificates.crt)
+echo runs=$(grep -c second /root/hooks)
+echo provisional=$(grep -rls -e provisional -e 00000000000000000000000000abc063 /etc /run/coppice /root /workspace /var/lib | tr '\n' ' ')
 echo disk=$(df -BG --output=size / | tail -1 | tr -dc 0-9)
 `)
 	m := map[string]string{}
