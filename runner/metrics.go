@@ -165,7 +165,7 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 	send(s.allocated, float64(allocated)*(1<<20))
 	send(s.sandboxesMax, float64(s.r.cfg.MaxSandboxes))
 	send(s.starting, float64(len(s.r.starting)))
-	send(s.warm, float64(s.r.warm.size()))
+	send(s.warm, float64(s.r.warm.Ready(func(shape) bool { return true })))
 	list := s.r.Checkpoints()
 	send(s.checkpoints, float64(len(list)))
 	var bytes int64
@@ -197,19 +197,6 @@ func portStates(sandboxes []*sandbox) map[portforward.State]int {
 	n := map[portforward.State]int{portforward.Listening: 0, portforward.Waiting: 0, portforward.Refused: 0}
 	for _, s := range sandboxes {
 		s.ports.Count(n)
-	}
-	return n
-}
-
-// size is how many shells are ready.
-func (w *warmPool) size() int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	n := 0
-	for sh, list := range w.ready {
-		if sh != (shape{}) {
-			n += len(list)
-		}
 	}
 	return n
 }

@@ -121,7 +121,7 @@ func (h lazyHost) EndMachines(ctx context.Context, why string, match func(lazy.M
 // PagerEnded implements lazy.Host: it drops open bases and warm shells that have memory from the pager.
 func (h lazyHost) PagerEnded(ctx context.Context, instance string) {
 	h.r.bases.ForgetArriving()
-	h.r.warm.purge(ctx, func(s *shell) bool { return s.Pager == instance })
+	h.r.warm.Purge(ctx, func(s *shell) bool { return s.Pager == instance })
 }
 
 // lazyMachine says which images the sandbox's machine uses.

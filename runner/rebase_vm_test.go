@@ -125,13 +125,5 @@ func TestRebaseByPolicy(t *testing.T) { //nolint:paralleltest // its machines ta
 
 // idle counts the shells that wait on a base.
 func (r *rig) idle(base core.BaseID) int {
-	r.warm.mu.Lock()
-	defer r.warm.mu.Unlock()
-	n := 0
-	for sh, list := range r.warm.ready {
-		if sh.base == base {
-			n += len(list)
-		}
-	}
-	return n
+	return r.warm.Ready(func(sh shape) bool { return sh.base == base })
 }

@@ -34,6 +34,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/sealing"
 	"github.com/coppice-dev/coppice/runner/usage"
+	"github.com/coppice-dev/coppice/runner/warm"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
@@ -58,7 +59,7 @@ type Runner struct {
 	fetches     *fetch.Fetcher
 	compare     *compare.Comparer
 	slots       *slots
-	warm        *warmPool
+	warm        *warm.Pool[shape, *shell]
 	metrics     *metrics
 	starting    chan struct{} // a place per child that is being started
 	draws       draws.Draws   // of all guests
@@ -213,7 +214,7 @@ func (r *Runner) shellsDir() string { return filepath.Join(r.cfg.DataDir, "shell
 
 // Run does the background work until ctx ends, and then takes every sandbox down, or leaves them (Config.Leave). Checkpoints stay.
 func (r *Runner) Run(ctx context.Context) error {
-	r.wg.Go(func() { r.warm.run(r.runCtx) })
+	r.wg.Go(func() { r.warm.Run(r.runCtx) })
 	r.wg.Go(func() { r.lease.Guard(r.runCtx, r.fenceExpired) })
 	r.wg.Go(func() { r.tidy(r.runCtx) })
 	r.wg.Go(func() { r.lazy.Run(r.runCtx) })

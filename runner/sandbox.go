@@ -384,7 +384,7 @@ func (r *Runner) close(ctx context.Context) error {
 			errs[i] = r.destroyLocked(ctx, s)
 		})
 	}
-	wg.Go(func() { errs[len(all)] = r.warm.close(ctx) })
+	wg.Go(func() { errs[len(all)] = r.warm.Close(ctx) })
 	wg.Wait()
 	if !r.leave.Load() {
 		errs = append(errs, r.lazy.Stop(ctx))
