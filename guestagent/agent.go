@@ -41,7 +41,7 @@ type Agent struct {
 	handler   http.Handler
 	hosts     *link.Server
 	idle      idler
-	nothing   string // a program that does nothing when it has the argument workload.NothingMode; empty: there is none
+	nothing   string // the path of this program, which does nothing if its argument is workload.NothingMode
 }
 
 // work is the workload, as the agent uses it.
@@ -63,7 +63,7 @@ type work interface {
 func newAgent(cfg Config, w work, statePath string) *Agent {
 	var nonce [8]byte
 	_, _ = rand.Read(nonce[:]) // never fails
-	a := &Agent{log: cfg.Logger, work: w, bootNonce: hex.EncodeToString(nonce[:]), disk: newFlusher(workload.DiskMount)}
+	a := &Agent{log: cfg.Logger, work: w, bootNonce: hex.EncodeToString(nonce[:]), disk: newFlusher(workload.DiskMount), nothing: "/proc/self/exe"}
 	a.files = &files.Server{Inside: w.Inside, As: userthread.New(w.Join).As}
 	a.gate = loadGate(statePath, a.bootNonce)
 	a.sessions = sessions.New(w, a.gate.pass)

@@ -26,6 +26,7 @@ func newTestAgent(t *testing.T) *testAgent {
 	t.Helper()
 	w := &guesttest.Workload{}
 	a := newAgent(Config{Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}, w, filepath.Join(t.TempDir(), "state"))
+	a.nothing = "/bin/true"       // this program would run its tests
 	a.reseal = reseal.New(w, nil) // the steps of a guest would change this machine
 	c := guesttest.NewClient(t, a.handler)
 	t.Cleanup(func() {

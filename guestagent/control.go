@@ -166,7 +166,8 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	report.StaleProcesses = stale
 	switch {
 	case report.Complete && req.Provisional:
-		if err := a.rehearsed(r.Context(), s); err != nil {
+		report.Steps = append(report.Steps, a.practise(r.Context()))
+		if err := a.rehearsed(s); err != nil {
 			return err
 		}
 	case report.Complete:
@@ -182,15 +183,21 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// rehearsed is called when a provisional reseal has succeeded. What a reseal needs to know about the guest has changed, so it is collected
-// again. The program that does nothing is started as a user's command is, so that the first command of the clone finds its way prepared.
+// practise starts a program that does nothing as a user's command is started, so that the first command of the clone finds its way prepared.
 // If that fails, the guest is as good as before.
-func (a *Agent) rehearsed(ctx context.Context, s gateState) error {
-	if a.nothing != "" {
-		if err := a.sessions.Rehearse(ctx, a.work.StartHook, a.nothing, workload.NothingMode); err != nil {
-			a.log.WarnContext(ctx, "no program was started for practice", "err", err)
-		}
+func (a *Agent) practise(ctx context.Context) core.ResealStep {
+	start := time.Now()
+	step := core.ResealStep{Name: guestapi.StepPractice, Status: core.ResealOK, Evidence: reseal.Evidence{}}
+	if err := a.sessions.Rehearse(ctx, a.work.StartHook, a.nothing, workload.NothingMode); err != nil {
+		step.Status, step.Evidence[guestapi.EvidenceReason] = core.ResealSkipped, core.Clip(err.Error())
 	}
+	step.DurationMS = core.Milliseconds(time.Since(start))
+	return step
+}
+
+// rehearsed is called when a provisional reseal has succeeded. What a reseal needs to know about the guest has changed, so it is collected
+// again.
+func (a *Agent) rehearsed(s gateState) error {
 	if err := errors.Join(a.work.EndHooks(), a.reseal.Inspect()); err != nil {
 		return core.Wrapf(err, core.Internal, core.CodeInternal, "the guest cannot be inspected after a provisional reseal: %v", err)
 	}

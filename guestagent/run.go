@@ -42,7 +42,6 @@ func Run(ctx context.Context, cfg Config) error {
 		return fmt.Errorf("set up the workload: %w", err)
 	}
 	a := newAgent(cfg, w, filepath.Join(privateDir, "state"))
-	a.nothing = "/proc/self/exe"
 	if err := a.settle(ctx); err != nil {
 		return fmt.Errorf("bring the workload into the state it had: %w", err)
 	}

@@ -14,7 +14,7 @@ import (
 func (s *State) health(*http.Request) (guestapi.Health, error) {
 	return guestapi.Health{
 		Version: guestapi.Version, BootNonce: s.BootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
-		UptimeS: s.Uptime.Seconds(), PID: 1, Sessions: len(s.Workload()), Kernel: "fake", Features: guestapi.Features(),
+		UptimeS: s.Uptime.Seconds(), PID: 1, Sessions: len(s.Workload()), Kernel: "fake", Features: slices.DeleteFunc(guestapi.Features(), func(f string) bool { return slices.Contains(s.Lacks, f) }),
 	}, nil
 }
 
@@ -87,6 +87,7 @@ func (g *Guest) reseal(w http.ResponseWriter, r *http.Request) error {
 		report := s.resealed(req, faults)
 		if report.Complete && req.Provisional {
 			s.State, s.Rehearsed = guestapi.StateFrozen, true
+			report.Steps = append(report.Steps, core.ResealStep{Name: guestapi.StepPractice, Status: core.ResealOK, Evidence: map[string]string{}})
 		}
 		s.Sealed, report.DurationMS = report.Complete && !req.Provisional, core.Milliseconds(time.Since(received))
 		return report, nil

@@ -36,7 +36,8 @@ type State struct {
 	Sessions    []*Session      // oldest first
 	Watches     []*Watch        // oldest first
 	NextPID     int
-	OutputBytes int // how much output of each stream is kept
+	Lacks       []string // features of guestapi that the agent is too old for
+	OutputBytes int      // how much output of each stream is kept
 }
 
 // NewState is the state of a guest that was switched on.

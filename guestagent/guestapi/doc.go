@@ -50,6 +50,9 @@
 // generation that was used before is refused. Public requests wait while the agent is frozen, and
 // are refused while it is quarantined.
 //
+// A provisional reseal leads back to frozen. From there, only a reseal with another new generation
+// leads on.
+//
 // # Output
 //
 // The bytes of each output stream of a session are numbered from 0. The agent keeps the last 1 MiB.

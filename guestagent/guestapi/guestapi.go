@@ -243,6 +243,7 @@ const (
 	StepState      = "agent_state" // token, environment
 	StepGeneration = "generation"  // /run/coppice/generation
 	StepHooks      = "hooks"       // /etc/coppice/reseal.d
+	StepPractice   = "practice"    // only of a provisional reseal: a program that does nothing was started as a session is
 )
 
 // The evidence keys that the host checks. Others are for people.

@@ -214,12 +214,17 @@ func (m *Server) start(spec guestapi.SessionSpec) (*session, error) {
 }
 
 // Rehearse starts a program of the agent's own with the preparations of a session, and waits for its end. The program is no session, and start
-// puts it beside the workload, which is frozen.
+// puts it beside the workload, which is frozen. The program is named by a path below /proc, so that must be the kernel's: in its place, the
+// workload could have mounted a directory with a program of its own.
 func (m *Server) Rehearse(ctx context.Context, start func(*exec.Cmd) error, program ...string) error {
 	var cmd *exec.Cmd
 	var st *streams
 	err := m.work.Inside(func() error {
-		var err error
+		var fs unix.Statfs_t
+		err := unix.Statfs("/proc", &fs)
+		if err != nil || fs.Type != unix.PROC_SUPER_MAGIC {
+			return errors.Join(errors.New("/proc is not the kernel's"), err)
+		}
 		if cmd, err = command(guestapi.SessionSpec{Command: program, Cwd: "/"}, nil); err != nil {
 			return err
 		}

@@ -193,6 +193,7 @@ func TestVMReseal(t *testing.T) {
 			t.Errorf("the counter does not go on: %s, then %s", at, now)
 		}
 		checkFrames(t, cl.vm, sealed, cl.want.Identity.MAC)
+		cl.ask("stop", nil) // its programs are busy, and the hooks of the next clone have little time
 	}
 	for _, key := range []string{"boot_id", "random", "machine_id", "hostname", "ssh", "mac", "ip", "tfo"} {
 		a, b, c := clones[0].ident[key], clones[1].ident[key], clones[2].ident[key]
@@ -210,6 +211,7 @@ func TestVMReseal(t *testing.T) {
 
 	// A clone of a clone, with a generation that its grandparent had.
 	a := clones[0]
+	a.ask("cont", nil)
 	quiesce(t, a.c, "ckpt_2")
 	state = a.save()
 	g := startVM(t, vmOptions{incoming: state, overlay: a.overlay, diskSize: 2 << 30})
@@ -242,7 +244,10 @@ func provisional(t *testing.T, c *guest.Client) {
 	if has, err := c.Has(t.Context(), guestapi.FeatureProvisional); err != nil || !has {
 		t.Fatalf("the agent knows of provisional reseals: %t, %v", has, err)
 	}
-	reseal(t, c, want)
+	report := reseal(t, c, want)
+	if last := report.Steps[len(report.Steps)-1]; last.Name != guestapi.StepPractice || last.Status != core.ResealOK {
+		t.Errorf("no program was started for practice: %+v", last)
+	}
 	if _, err := c.Release(t.Context(), guestapi.ReleaseRequest{Generation: "gen-provisional"}); core.CodeOf(err) != guestapi.CodeWrongState {
 		t.Errorf("released after a provisional reseal: %v", err)
 	}

@@ -15,9 +15,16 @@ import (
 )
 
 // Agent is the guest of package fakeguest. Its state is in the machine's RAM.
-func Agent(ctx context.Context, c *Computer) {
+func Agent(ctx context.Context, c *Computer) { serveAgent(ctx, c) }
+
+// OldAgent is Agent with an agent that is too old for some features.
+func OldAgent(lacks ...string) Guest {
+	return func(ctx context.Context, c *Computer) { serveAgent(ctx, c, lacks...) }
+}
+
+func serveAgent(ctx context.Context, c *Computer, lacks ...string) {
 	hook := func(ctx context.Context, step string) error { return c.Reach(ctx, Step(step)) }
-	hosts := link.New(fakeguest.New(agentMemory{c}, hook), slog.New(slog.DiscardHandler))
+	hosts := link.New(fakeguest.New(agentMemory{c, lacks}, hook), slog.New(slog.DiscardHandler))
 	for {
 		conn, err := c.Accept(ctx)
 		if err != nil {
@@ -31,7 +38,10 @@ func Agent(ctx context.Context, c *Computer) {
 }
 
 // agentMemory is RAM as the memory of the Agent.
-type agentMemory struct{ c *Computer }
+type agentMemory struct {
+	c     *Computer
+	lacks []string
+}
 
 // The form of RAM: a magic, the length of the rest, and the state as JSON.
 const (
@@ -67,7 +77,7 @@ func (m agentMemory) Do(change bool, fn func(s *fakeguest.State) error) error {
 func (m agentMemory) load(ram []byte) (*fakeguest.State, error) {
 	if !bytes.HasPrefix(ram, []byte(agentMagic)) {
 		s := fakeguest.NewState()
-		s.OutputBytes = agentOutput
+		s.OutputBytes, s.Lacks = agentOutput, m.lacks
 		m.c.Print([]byte("fake guest " + s.BootNonce + " is up\n"))
 		return s, nil
 	}
