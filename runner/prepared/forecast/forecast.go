@@ -1,0 +1,279 @@
+// Package forecast says which checkpoints of a host will probably be forked soon, and into how many children. It learns from the captures and
+// forks that it is told of, and from what became of the machines that were prepared. It is a pure function of these events: it has no clock,
+// reads nothing and starts nothing.
+//
+// Captures and forks of one tree are alike: a search captures many checkpoints, forks some of them, and does so again and again with about as
+// many children. So shares and numbers are kept for each tree, and apart for the first fork of a checkpoint and for further ones. If machines are
+// prepared in vain for one of these, there is a pause, each time for twice as long, and likewise for the host as a whole.
+package forecast
+
+import (
+	"cmp"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+const (
+	// maxTrees and maxNodes bound what is remembered. Beyond them, what was used longest ago is forgotten.
+	maxTrees = 256
+	maxNodes = 1024
+	maxWith  = 16 << 10 // bytes that forks of a tree come with; more is not remembered
+
+	horizon  = time.Minute // a checkpoint that was not used for so long is not expected to be forked
+	minShare = 0.25        // of the checkpoints like it that must have been forked for a machine to be prepared
+	minHits  = 0.25        // of prepared machines that must have been taken, or there is a pause
+	history  = 32          // events after which a share is halved, so that it follows what happens now
+	weight   = 0.3         // of the last fork in the usual number of children
+
+	firstPause = 30 * time.Second
+	maxPause   = time.Hour
+	// How many machines a habit and the host may lose before the share of hits counts.
+	habitPatience, hostPatience = 1, 8
+)
+
+// Want is a checkpoint for which machines should be prepared.
+type Want struct {
+	Checkpoint core.CheckpointID
+	Count      int
+	With       string // what forks of its tree come with, as the last event said
+}
+
+// Forecast is what is known of a host. It is not safe for concurrent use.
+type Forecast struct {
+	trees map[core.CheckpointID]*tree // by their first checkpoint
+	nodes map[core.CheckpointID]*node
+	trust trust // in the host as a whole
+}
+
+// tree is a checkpoint with its descendants, as far as this host has seen their captures.
+type tree struct {
+	last     time.Time
+	first    habit   // that a captured checkpoint is forked
+	again    habit   // that a checkpoint is forked once more
+	children float64 // usual number in a fork; 0: unknown
+	with     string
+}
+
+// habit is how often something happens, and whether it was worth preparing for.
+type habit struct {
+	share
+	trust
+}
+
+// next is the habit that the next fork of a checkpoint would follow.
+func (t *tree) next(n *node) *habit {
+	if n.forks > 0 {
+		return &t.again
+	}
+	return &t.first
+}
+
+// node is a checkpoint.
+type node struct {
+	tree   core.CheckpointID
+	last   time.Time // its capture, or its last fork
+	forks  int
+	own    bool // its capture was seen: descendants belong to the same tree
+	failed bool // what was prepared since the last event was not taken
+}
+
+func (t *tree) comesWith(what string) {
+	if t.with = what; len(what) > maxWith {
+		t.with = ""
+	}
+}
+
+// share is how often something came true.
+type share struct{ yes, all float64 }
+
+func (s *share) tried() {
+	if s.all++; s.all > history {
+		s.yes, s.all = s.yes/2, s.all/2
+	}
+}
+
+// rate begins at one half: the first try is worth its price, and what it teaches is remembered.
+func (s share) rate() float64 { return (s.yes + 1) / (s.all + 2) }
+
+// trust says whether preparing has been worth it.
+type trust struct {
+	hits, losses float64
+	inVain       int // losses since the last hit
+	pause        time.Time
+}
+
+func (t *trust) hit() {
+	t.hits++
+	t.inVain, t.pause = 0, time.Time{}
+}
+
+func (t *trust) lost(n, patience int, at time.Time) {
+	t.losses += float64(n)
+	t.inVain++
+	if sum := t.hits + t.losses; sum > history {
+		t.hits, t.losses = t.hits/2, t.losses/2
+	} else if sum < float64(patience) {
+		return
+	}
+	if t.hits/(t.hits+t.losses) < minHits {
+		t.pause = at.Add(min(firstPause<<min(t.inVain-1, 10), maxPause))
+	}
+}
+
+// New returns a forecast that has seen nothing.
+func New() *Forecast {
+	return &Forecast{trees: map[core.CheckpointID]*tree{}, nodes: map[core.CheckpointID]*node{}}
+}
+
+// Captured notes the capture of a checkpoint. parent is the checkpoint that it descends from; empty if it is the first one of its tree, such as
+// a child of a template.
+func (f *Forecast) Captured(id, parent core.CheckpointID, with string, at time.Time) {
+	if n := f.nodes[id]; n != nil && n.own {
+		return // the request was repeated
+	}
+	root := id
+	if n := f.nodes[parent]; n != nil && n.own {
+		root = n.tree
+	} else if parent != "" {
+		root = parent // it was captured before this host began to learn
+	}
+	t := f.tree(root, at)
+	t.first.tried()
+	t.comesWith(with)
+	f.add(id, &node{tree: root, own: true}, at)
+}
+
+// Forked notes a fork of a checkpoint into children.
+func (f *Forecast) Forked(id core.CheckpointID, children int, with string, at time.Time) {
+	n := f.nodes[id]
+	if n == nil {
+		n = f.add(id, &node{tree: id}, at)
+	}
+	t := f.tree(n.tree, at)
+	t.comesWith(with)
+	switch soon := at.Sub(n.last) <= horizon; {
+	case n.forks > 0 && soon:
+		t.again.yes++
+	case n.forks == 0 && n.own:
+		t.first.yes++
+	}
+	t.again.tried()
+	if t.children == 0 {
+		t.children = float64(children)
+	}
+	t.children += weight * (float64(children) - t.children)
+	n.forks++
+	n.last, n.failed = at, false
+}
+
+// Taken notes that a fork has taken a prepared machine.
+func (f *Forecast) Taken(id core.CheckpointID) {
+	f.trust.hit()
+	if n := f.nodes[id]; n != nil {
+		f.trees[n.tree].next(n).hit()
+	}
+}
+
+// Lost notes that prepared machines of a checkpoint were not taken in their time. Machines that gave way to others are not lost.
+func (f *Forecast) Lost(id core.CheckpointID, machines int, at time.Time) {
+	f.trust.lost(machines, hostPatience, at)
+	if n := f.nodes[id]; n != nil {
+		n.failed = true
+		f.trees[n.tree].next(n).lost(machines, habitPatience, at)
+	}
+}
+
+// Failed notes that no machine can be prepared for a checkpoint. Nobody tries again before its next fork.
+func (f *Forecast) Failed(id core.CheckpointID) {
+	if n := f.nodes[id]; n != nil {
+		n.failed = true
+	}
+}
+
+// Removed notes that a checkpoint is gone.
+func (f *Forecast) Removed(id core.CheckpointID) { delete(f.nodes, id) }
+
+// Wants says what should be prepared now, most probable forks first. It is at most limit machines.
+func (f *Forecast) Wants(limit int, now time.Time) []Want {
+	if now.Before(f.trust.pause) {
+		return nil
+	}
+	type candidate struct {
+		Want
+		share float64
+		last  time.Time
+	}
+	var list []candidate
+	for id, n := range f.nodes {
+		t := f.trees[n.tree]
+		habit := t.next(n)
+		chance := habit.rate()
+		if n.failed || now.Sub(n.last) > horizon || chance < minShare || now.Before(habit.pause) {
+			continue
+		}
+		count := max(1, int(math.Round(t.children)))
+		list = append(list, candidate{Want{Checkpoint: id, Count: count, With: t.with}, chance, n.last})
+	}
+	slices.SortFunc(list, func(a, b candidate) int {
+		return cmp.Or(cmp.Compare(b.share, a.share), b.last.Compare(a.last), cmp.Compare(a.Checkpoint, b.Checkpoint))
+	})
+	var out []Want
+	for _, c := range list {
+		if c.Count = min(c.Count, limit); c.Count == 0 {
+			break
+		}
+		limit -= c.Count
+		out = append(out, c.Want)
+	}
+	return out
+}
+
+// tree finds a tree, or begins one.
+func (f *Forecast) tree(root core.CheckpointID, at time.Time) *tree {
+	t := f.trees[root]
+	if t == nil {
+		if len(f.trees) >= maxTrees {
+			f.forgetTree()
+		}
+		t = &tree{}
+		f.trees[root] = t
+	}
+	t.last = at
+	return t
+}
+
+// add remembers a node, whose tree is remembered before or after it.
+func (f *Forecast) add(id core.CheckpointID, n *node, at time.Time) *node {
+	if _, there := f.nodes[id]; !there && len(f.nodes) >= maxNodes {
+		oldest := oldestOf(f.nodes, func(n *node) time.Time { return n.last })
+		delete(f.nodes, oldest)
+	}
+	n.last = at
+	f.nodes[id] = n
+	return n
+}
+
+// forgetTree forgets the tree that was used longest ago, with its nodes.
+func (f *Forecast) forgetTree() {
+	oldest := oldestOf(f.trees, func(t *tree) time.Time { return t.last })
+	delete(f.trees, oldest)
+	for id, n := range f.nodes {
+		if n.tree == oldest {
+			delete(f.nodes, id)
+		}
+	}
+}
+
+func oldestOf[V any](m map[core.CheckpointID]V, last func(V) time.Time) core.CheckpointID {
+	var oldest core.CheckpointID
+	var at time.Time
+	for id, v := range m {
+		if t := last(v); oldest == "" || t.Before(at) || t.Equal(at) && id < oldest {
+			oldest, at = id, t
+		}
+	}
+	return oldest
+}

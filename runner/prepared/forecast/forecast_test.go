@@ -1,0 +1,151 @@
+package forecast
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+
+func at(seconds int) time.Time { return start.Add(time.Duration(seconds) * time.Second) }
+
+func wants(t *testing.T, f *Forecast, limit, seconds int, want ...Want) {
+	t.Helper()
+	if diff := cmp.Diff(want, f.Wants(limit, at(seconds))); diff != "" {
+		t.Errorf("after %d s (-want +got):\n%s", seconds, diff)
+	}
+}
+
+// TestFirstEvents: a first capture is worth one machine, a first fork as many as it had children. Nothing is expected after a minute.
+func TestFirstEvents(t *testing.T) {
+	t.Parallel()
+	f := New()
+	wants(t, f, 4, 0)
+	f.Captured("a", "", "x", at(0))
+	wants(t, f, 4, 0, Want{"a", 1, "x"})
+	wants(t, f, 0, 0)
+	f.Forked("a", 3, "y", at(1))
+	wants(t, f, 4, 2, Want{"a", 3, "y"})
+	wants(t, f, 2, 2, Want{"a", 2, "y"})
+	wants(t, f, 4, 62)
+	f.Removed("a")
+	wants(t, f, 4, 2)
+	f.Taken("a") // of nothing known
+	f.Lost("a", 1, at(3))
+}
+
+// TestSearch: a search captures one checkpoint after the other and forks each once. What was forked is not expected to be forked again, and what
+// is captured next is expected to be forked with as many children.
+func TestSearch(t *testing.T) {
+	t.Parallel()
+	f := New()
+	var last core.CheckpointID
+	for i := range 10 {
+		id := core.CheckpointID(fmt.Sprintf("c%d", i))
+		f.Captured(id, last, "", at(10*i))
+		f.Forked(id, 4, "", at(10*i+5))
+		last = id
+	}
+	f.Captured("next", last, "", at(100))
+	wants(t, f, 8, 100, Want{"next", 4, ""})
+	if len(f.trees) != 1 {
+		t.Errorf("one search makes %d trees", len(f.trees))
+	}
+}
+
+// TestLeaves: where few captures are forked, captures are not prepared, but a checkpoint that is forked again and again is.
+func TestLeaves(t *testing.T) {
+	t.Parallel()
+	f := New()
+	f.Captured("root", "", "", at(0))
+	for i := range 8 {
+		f.Forked("root", 2, "", at(10*i))
+		f.Captured(core.CheckpointID(fmt.Sprintf("leaf%d", i)), "root", "", at(10*i+5))
+	}
+	wants(t, f, 4, 76, Want{"root", 2, ""})
+}
+
+// TestPauses: a habit whose machines are not taken gets none for 30 s, then 60 s, and so on, at most an hour. A hit ends that.
+func TestPauses(t *testing.T) {
+	t.Parallel()
+	f := New()
+	now := 0
+	for _, pause := range []int{30, 60, 120, 240, 480, 960, 1920, 3600, 3600} {
+		f.Forked("a", 1, "", at(now))
+		wants(t, f, 4, now, Want{"a", 1, ""})
+		f.Lost("a", 1, at(now))
+		wants(t, f, 4, now)
+		f.Forked("a", 1, "", at(now+pause-1))
+		wants(t, f, 4, now+pause-1)
+		f.trees["a"].again.share, f.trust = share{yes: 1, all: 1}, trust{} // only the habit's pause counts here
+		now += pause
+		f.Captured("b", "a", "", at(now)) // another habit of the same tree
+		f.trees["a"].first.share = share{}
+		if w := f.Wants(4, at(now)); len(w) == 0 || w[0].Checkpoint != "b" && w[len(w)-1].Checkpoint != "b" {
+			t.Errorf("a pause of one habit holds up another: %+v", w)
+		}
+		f.Removed("b")
+	}
+	f.Forked("a", 1, "", at(now))
+	f.Taken("a")
+	f.trees["a"].again.losses = 0
+	f.Lost("a", 1, at(now))
+	f.Forked("a", 1, "", at(now))
+	wants(t, f, 4, now, Want{"a", 1, ""})
+}
+
+// TestHostPauses: when nothing is taken in many trees, no tree gets machines.
+func TestHostPauses(t *testing.T) {
+	t.Parallel()
+	f := New()
+	for i := range hostPatience {
+		id := core.CheckpointID(fmt.Sprintf("t%d", i))
+		f.Forked(id, 1, "", at(i))
+		wants(t, f, 1, i, Want{id, 1, ""})
+		f.Lost(id, 1, at(i))
+	}
+	f.Forked("another", 1, "", at(10))
+	wants(t, f, 4, 10)
+}
+
+// TestFailed: after a failure nothing is prepared before the next fork.
+func TestFailed(t *testing.T) {
+	t.Parallel()
+	f := New()
+	f.Forked("a", 1, "", at(0))
+	f.Failed("a")
+	wants(t, f, 4, 1)
+	f.Forked("a", 1, "", at(2))
+	wants(t, f, 4, 3, Want{"a", 1, ""})
+}
+
+// TestBounds: memory is bounded, and the oldest is forgotten.
+func TestBounds(t *testing.T) {
+	t.Parallel()
+	f := New()
+	f.Forked("x", 1, strings.Repeat("b", maxWith), at(0))
+	wants(t, f, 1, 0, Want{"x", 1, strings.Repeat("b", maxWith)})
+	f.Forked("x", 1, strings.Repeat("b", maxWith+1), at(0))
+	wants(t, f, 1, 0, Want{"x", 1, ""})
+	for i := range 3 * maxNodes {
+		f.Captured(core.CheckpointID(fmt.Sprintf("c%d", i)), core.CheckpointID(fmt.Sprintf("p%d", i/3)), "", at(i))
+		f.Forked(core.CheckpointID(fmt.Sprintf("c%d", i)), 1, "", at(i))
+		if len(f.nodes) > maxNodes || len(f.trees) > maxTrees {
+			t.Fatalf("%d nodes, %d trees", len(f.nodes), len(f.trees))
+		}
+	}
+	for id, n := range f.nodes {
+		if f.trees[n.tree] == nil {
+			t.Errorf("the tree of %s is forgotten", id)
+		}
+	}
+	if f.nodes[core.CheckpointID(fmt.Sprintf("c%d", 3*maxNodes-1))] == nil || f.nodes["c0"] != nil {
+		t.Error("the newest is forgotten, or the oldest is remembered")
+	}
+}

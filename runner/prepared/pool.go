@@ -1,0 +1,355 @@
+// Package prepared keeps machines into which a checkpoint was restored before anybody asked for a fork of it. A fork takes one of them and gives
+// it its identity; the steps before that have been done (docs/adr/0055-prepared-machines.md). Package forecast says for which checkpoints. This
+// package makes machines one at a time, gives each to one taker only, and takes down what was not taken. It does not know what a machine is: its
+// owner makes machines and takes them down.
+package prepared
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/prepared/forecast"
+)
+
+// maxAge bounds how long a machine waits. What it has seen of the host, such as the time, is not older.
+const maxAge = time.Minute
+
+// Look again so often whether a machine is too old, and whether the host has become idle.
+const interval = time.Second
+
+// Config says how many machines a pool keeps, and what its owner does. All fields are required.
+type Config[Machine any] struct {
+	Max int // machines at the same time; 0: none
+
+	// Make prepares a machine. After an error nothing of it is left.
+	Make     func(ctx context.Context, want forecast.Want) (Machine, error)
+	TakeDown func(ctx context.Context, m Machine) error
+	Used     func(m Machine) float64 // seconds of processor time
+	Dead     func(m Machine) bool    // it has ended by itself, or does not answer any more
+	// Idle reports whether the host has the time and the room for another machine.
+	Idle func() bool
+	Now  func() time.Time
+	Log  *slog.Logger
+}
+
+// Pool keeps prepared machines. It is safe for concurrent use.
+type Pool[Machine any] struct {
+	cfg     Config[Machine]
+	refresh chan struct{} // of size 1: look again
+	metrics metrics
+
+	mu       sync.Mutex // guards what follows
+	closed   bool
+	forecast *forecast.Forecast
+	ready    []entry[Machine] // oldest first
+	useless  []entry[Machine] // to be taken down by Run
+	making   *making          // nil: none is being made
+}
+
+type entry[Machine any] struct {
+	checkpoint core.CheckpointID
+	machine    Machine
+	made       time.Time
+}
+
+// making is a machine that is being made.
+type making struct {
+	checkpoint core.CheckpointID
+	cancel     context.CancelFunc
+	done       chan struct{} // closed when it is ready, or nothing of it is left
+}
+
+// New returns a pool without machines.
+func New[Machine any](cfg Config[Machine]) *Pool[Machine] {
+	return &Pool[Machine]{cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics()}
+}
+
+// Take takes a machine of a checkpoint out of the pool: no other caller gets it. One that does not fit the fork is of no use to later forks
+// either, and is taken down. ok is false if there is none.
+func (p *Pool[Machine]) Take(id core.CheckpointID, fits func(m Machine) bool) (m Machine, ok bool) {
+	if p.cfg.Max == 0 {
+		return m, false
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i := len(p.ready) - 1; i >= 0; i-- { // the youngest first
+		e := p.ready[i]
+		if e.checkpoint != id {
+			continue
+		}
+		p.ready = slices.Delete(p.ready, i, i+1)
+		if !p.cfg.Dead(e.machine) && fits(e.machine) {
+			p.forecast.Taken(id)
+			p.metrics.hits.Inc()
+			p.metrics.cpu.WithLabelValues("taken").Add(p.cfg.Used(e.machine))
+			return e.machine, true
+		}
+		p.useless = append(p.useless, e)
+		p.look()
+	}
+	p.metrics.misses.Inc()
+	return m, false
+}
+
+// Captured notes the capture of a checkpoint, see forecast.Forecast.
+func (p *Pool[Machine]) Captured(id, parent core.CheckpointID, with string) {
+	p.note(func(f *forecast.Forecast) { f.Captured(id, parent, with, p.cfg.Now()) })
+}
+
+// Forked notes a fork into children, after its end.
+func (p *Pool[Machine]) Forked(id core.CheckpointID, children int, with string) {
+	p.note(func(f *forecast.Forecast) { f.Forked(id, children, with, p.cfg.Now()) })
+}
+
+// Removed notes that a checkpoint is gone, and gives its machines up. It does not wait until they are taken down.
+func (p *Pool[Machine]) Removed(id core.CheckpointID) {
+	p.note(func(f *forecast.Forecast) {
+		f.Removed(id)
+		p.giveUp(func(e entry[Machine]) bool { return e.checkpoint == id })
+		if p.making != nil && p.making.checkpoint == id {
+			p.making.cancel()
+		}
+	})
+}
+
+func (p *Pool[Machine]) note(change func(f *forecast.Forecast)) {
+	if p.cfg.Max == 0 {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	change(p.forecast)
+	p.look()
+}
+
+// giveUp makes machines that match useless. The caller holds mu.
+func (p *Pool[Machine]) giveUp(match func(e entry[Machine]) bool) (gone []entry[Machine]) {
+	p.ready = slices.DeleteFunc(p.ready, func(e entry[Machine]) bool {
+		if match(e) {
+			gone = append(gone, e)
+			return true
+		}
+		return false
+	})
+	p.useless = append(p.useless, gone...)
+	return gone
+}
+
+func (p *Pool[Machine]) look() {
+	select {
+	case p.refresh <- struct{}{}:
+	default:
+	}
+}
+
+// Run prepares machines and takes down useless ones until ctx ends.
+func (p *Pool[Machine]) Run(ctx context.Context) {
+	if p.cfg.Max == 0 {
+		return
+	}
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		case <-p.refresh:
+		}
+		p.retire()
+		p.clear(ctx)
+		for p.fill(ctx) {
+		}
+	}
+}
+
+// retire makes machines useless that have ended or are too old.
+func (p *Pool[Machine]) retire() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := p.cfg.Now()
+	p.giveUp(func(e entry[Machine]) bool { return p.cfg.Dead(e.machine) })
+	old := map[core.CheckpointID]int{}
+	for _, e := range p.giveUp(func(e entry[Machine]) bool { return now.Sub(e.made) > maxAge }) {
+		old[e.checkpoint]++
+	}
+	for id, n := range old {
+		p.forecast.Lost(id, n, now)
+	}
+}
+
+// clear takes useless machines down. One that cannot be taken down is left to the next runner.
+func (p *Pool[Machine]) clear(ctx context.Context) {
+	p.mu.Lock()
+	gone := p.useless
+	p.useless = nil
+	p.mu.Unlock()
+	for _, e := range gone {
+		p.takeDown(ctx, e)
+	}
+}
+
+func (p *Pool[Machine]) takeDown(ctx context.Context, e entry[Machine]) bool {
+	p.metrics.wasted.Inc()
+	p.metrics.cpu.WithLabelValues("wasted").Add(p.cfg.Used(e.machine))
+	err := p.cfg.TakeDown(context.WithoutCancel(ctx), e.machine)
+	if err != nil {
+		p.cfg.Log.ErrorContext(ctx, "prepared machine was not taken down", "checkpoint_id", e.checkpoint, "err", err)
+	}
+	return err == nil
+}
+
+// fill prepares the machine that is missing most, and reports whether there may be more to do. Machines that are wanted less give way to it.
+func (p *Pool[Machine]) fill(ctx context.Context) bool {
+	if ctx.Err() != nil || !p.cfg.Idle() {
+		return false
+	}
+	p.mu.Lock()
+	if p.closed {
+		p.mu.Unlock()
+		return false
+	}
+	next, surplus := p.missing()
+	if next == nil {
+		p.mu.Unlock()
+		return false
+	}
+	if len(p.ready) >= p.cfg.Max {
+		if surplus == "" {
+			p.mu.Unlock()
+			return false
+		}
+		first := true
+		p.giveUp(func(e entry[Machine]) bool {
+			gone := first && e.checkpoint == surplus
+			first = first && !gone
+			return gone
+		})
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	m := &making{checkpoint: next.Checkpoint, cancel: cancel, done: make(chan struct{})}
+	p.making = m
+	p.mu.Unlock()
+	defer close(m.done)
+	defer cancel()
+	p.clear(ctx)
+	return p.add(ctx, m, *next)
+}
+
+// missing says for which checkpoint a machine should be prepared, and one that has more than are wanted. The caller holds mu.
+func (p *Pool[Machine]) missing() (next *forecast.Want, surplus core.CheckpointID) {
+	have := map[core.CheckpointID]int{}
+	for _, e := range p.ready {
+		have[e.checkpoint]++
+	}
+	for _, w := range p.forecast.Wants(p.cfg.Max, p.cfg.Now()) {
+		if have[w.Checkpoint] -= w.Count; have[w.Checkpoint] < 0 && next == nil {
+			next = &w
+		}
+	}
+	for _, e := range p.ready {
+		if have[e.checkpoint] > 0 {
+			return next, e.checkpoint
+		}
+	}
+	return next, ""
+}
+
+func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) bool {
+	machine, err := p.cfg.Make(ctx, want)
+	p.mu.Lock()
+	p.making = nil
+	e := entry[Machine]{checkpoint: want.Checkpoint, machine: machine, made: p.cfg.Now()}
+	given := err != nil || p.closed || ctx.Err() != nil
+	switch {
+	case err != nil:
+		p.forecast.Failed(want.Checkpoint)
+		if ctx.Err() != nil { // it gave way
+			p.metrics.wasted.Inc()
+		} else {
+			p.metrics.failed.Inc()
+		}
+	case !given:
+		p.ready = append(p.ready, e)
+	}
+	p.mu.Unlock()
+	switch {
+	case err != nil && ctx.Err() == nil && core.CategoryOf(err) != core.Exhausted:
+		p.cfg.Log.WarnContext(ctx, "machine was not prepared", "checkpoint_id", m.checkpoint, "err", err)
+	case err == nil && given:
+		p.takeDown(ctx, e)
+	}
+	return !given
+}
+
+// MakeRoom takes down the oldest machine, or the one that is being made, for a fork that needs its place. It reports whether there was one.
+func (p *Pool[Machine]) MakeRoom(ctx context.Context) bool {
+	p.mu.Lock()
+	for _, list := range []*[]entry[Machine]{&p.useless, &p.ready} {
+		if len(*list) > 0 {
+			e := (*list)[0]
+			*list = slices.Delete(*list, 0, 1)
+			p.mu.Unlock()
+			return p.takeDown(ctx, e)
+		}
+	}
+	m := p.making
+	p.mu.Unlock()
+	if m == nil {
+		return false
+	}
+	m.cancel()
+	select {
+	case <-m.done:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// Purge takes down all machines, and the one that is being made.
+func (p *Pool[Machine]) Purge(ctx context.Context) {
+	for p.MakeRoom(ctx) {
+	}
+}
+
+// Close takes down all machines. None is kept from then on.
+func (p *Pool[Machine]) Close(ctx context.Context) error {
+	p.mu.Lock()
+	p.closed = true
+	all := append(p.ready, p.useless...)
+	p.ready, p.useless = nil, nil
+	m := p.making
+	p.mu.Unlock()
+	var errs []error
+	for _, e := range all {
+		errs = append(errs, p.cfg.TakeDown(ctx, e.machine))
+	}
+	if m != nil {
+		m.cancel()
+		select {
+		case <-m.done:
+		case <-ctx.Done():
+			errs = append(errs, context.Cause(ctx))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Ready is how many machines of a checkpoint wait.
+func (p *Pool[Machine]) Ready(id core.CheckpointID) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	n := 0
+	for _, e := range p.ready {
+		if e.checkpoint == id {
+			n++
+		}
+	}
+	return n
+}
