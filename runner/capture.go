@@ -48,6 +48,9 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 		}
 		return rec, nil
 	}))
+	if err == nil {
+		r.expectForks(id, out)
+	}
 	if err == nil && req.Stop { // an earlier request may have made the checkpoint and ended before the stop
 		err = r.Destroy(ctx, id)
 	}

@@ -42,6 +42,7 @@ type Config struct {
 	MaxSandboxes int           // default 64
 	FirstUID     uint32        // VMMs run as FirstUID+1, FirstUID+2, ...; 0 runs them as the runner's own user
 	Warm         int           // shells kept ready per recently forked base; 0 for none
+	Prepare      PrepareConfig // machines that are prepared for forks; the zero value: none
 	WarmFor      time.Duration // how long after the last fork of a base; default one minute
 	Parallel     int           // children that are started at the same time; default twice the CPUs
 
@@ -70,6 +71,11 @@ type Config struct {
 	FreezeTimeout time.Duration // for the workload to freeze; default 5 seconds
 	StallAfter    time.Duration // how long a machine may wait for a page from the store before it is stopped and reported; default 10 seconds
 	FlushTimeout  time.Duration // for a guest to flush its disk before a capture; default 1 second. It gets a quarter of this time again in the freeze
+}
+
+// PrepareConfig says how many machines are prepared for forks that were not asked for yet.
+type PrepareConfig struct {
+	Max int // at the same time; 0: none
 }
 
 // StoreConfig says where checkpoints are made durable.
@@ -133,7 +139,7 @@ func (c Config) validate() error {
 	// dir, a slash, an id of 30 characters, a slash and the longest socket name must fit in sun_path.
 	check(c.RunDir != "" && len(c.RunDir) <= 107-1-30-1-12, "run directory %q is empty or too long for the paths of unix sockets", c.RunDir)
 	check(c.Driver != nil && c.Images != nil && c.Network != nil && c.Log != nil, "driver, images, network and log are required")
-	check(c.Warm >= 0 && c.MaxSandboxes > 0 && c.Parallel > 0, "warm, sandboxes and parallel must not be negative")
+	check(c.Warm >= 0 && c.Prepare.Max >= 0 && c.MaxSandboxes > 0 && c.Parallel > 0, "warm, prepared machines, sandboxes and parallel must not be negative")
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("runner config: %w", err)
 	}

@@ -24,6 +24,13 @@ var (
 	forkReleased  = failpoint.New("fork.released")  // the workload runs, but this is not recorded
 	forkReady     = failpoint.New("fork.ready")     // the journal says that it is ready, the caller does not know
 
+	prepareWeighed   = failpoint.New("prepare.weighed")   // there is a shell, with the lowest share of the processors
+	prepareRestored  = failpoint.New("prepare.restored")  // memory and devices are the checkpoint's
+	prepareResumed   = failpoint.New("prepare.resumed")   // kernel and agent run
+	prepareConnected = failpoint.New("prepare.connected") // the agent has answered
+	prepareResealed  = failpoint.New("prepare.resealed")  // it has the identity of nobody
+	prepareClaimed   = failpoint.New("prepare.claimed")   // it is the sandbox of a fork, with this identity still
+
 	captureJournaled = failpoint.New("capture.journaled") // the capture is announced
 	capturePrepared  = failpoint.New("capture.prepared")  // there is a directory for it
 	captureFrozen    = failpoint.New("capture.frozen")    // the workload stands still

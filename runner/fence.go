@@ -31,6 +31,7 @@ func (r *Runner) fenceExpired(ctx context.Context) {
 // sandboxes as dead, with the reason. The runner takes no work until the controller has answered again.
 func (r *Runner) Fence(ctx context.Context, why string) error {
 	r.lease.End()
+	r.prepared.Purge(ctx)
 	all := r.all()
 	if len(all) > 0 {
 		r.cfg.Log.ErrorContext(ctx, "runner is fenced: its sandboxes are ended", "count", len(all), "cause", why)

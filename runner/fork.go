@@ -60,7 +60,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		wg.Go(func() { out.Children[i] = r.forkOne(ctx, ckpt, child) })
 	}
 	wg.Wait()
-	r.forked(ckpt, len(req.Children))
+	r.forked(ckpt, req.Children)
 	return out, nil
 }
 
@@ -121,20 +121,28 @@ func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, chil
 	if r.runCtx.Err() != nil { // the runner was stopped while the child waited for a CPU
 		return nil, nil, errStopping
 	}
-	sh, err := r.takeShell(ctx, ckpt)
-	if err != nil {
+	ready := r.takePrepared(ckpt, child)
+	var sh *shell
+	if ready != nil {
+		sh = ready.shell
+	} else if sh, err = r.takeShell(ctx, ckpt); err != nil {
 		return nil, nil, err
+	} else {
+		for _, t := range sh.timings {
+			watch.Add("shell."+t.Stage, time.Duration(t.DurationMS*float64(time.Millisecond)))
+		}
+		watch.Lap("shell")
 	}
-	for _, t := range sh.timings {
-		watch.Add("shell."+t.Stage, time.Duration(t.DurationMS*float64(time.Millisecond)))
-	}
-	watch.Lap("shell")
 	s := newSandbox(r, sh, child.SandboxID, runnerapi.Sandbox{
 		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxStarting,
 		Checkpoint: ckpt.ID, Identity: child.Identity, Resources: ckpt.Resources,
 	}, nil)
+	s.authority = child.CA
+	if ready != nil {
+		s.guest = ready.agent
+	}
 	if err := r.register(s); err != nil {
-		if gone := r.dismantle(ctx, sh); gone != nil {
+		if gone := errors.Join(s.hangUp(), r.dismantle(ctx, sh)); gone != nil {
 			return nil, nil, errors.Join(err, gone)
 		}
 		if other, notThere := r.find(child.SandboxID); notThere == nil { // the request was repeated while this child or that one waited for a CPU
@@ -143,7 +151,7 @@ func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, chil
 		return nil, nil, err
 	}
 	defer s.unlock()
-	report, err := r.restoreAndReseal(ctx, s, ckpt, child, watch)
+	report, err := r.restoreAndReseal(ctx, s, ckpt, child, ready != nil, watch)
 	if err == nil {
 		err = forkReady.Hit(ctx)
 	}
@@ -191,7 +199,8 @@ func (r *Runner) register(s *sandbox) error {
 	return nil
 }
 
-func (r *Runner) restore(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child) error {
+// restore gives a shell memory and devices of a checkpoint.
+func (s *shell) restore(ctx context.Context, ckpt *checkpoints.Opened) error {
 	state, err := memfdOf("device-state", ckpt.State)
 	if err != nil {
 		return err
@@ -201,9 +210,11 @@ func (r *Runner) restore(ctx context.Context, s *sandbox, ckpt *checkpoints.Open
 	if ckpt.Delta != nil {
 		spec.Inject = func(_ context.Context, region memory.Region) error { return ckpt.Delta.Inject(region) }
 	}
-	if err := s.machine.Restore(ctx, spec); err != nil {
-		return err
-	}
+	return s.machine.Restore(ctx, spec)
+}
+
+// grow makes the disk as large as the child wants it.
+func (s *sandbox) grow(ctx context.Context, child runnerapi.Child) error {
 	if size := int64(child.DiskGiB) << 30; size > s.shape.diskBytes {
 		if err := s.machine.ResizeDisk(ctx, overlayDisk, size); err != nil {
 			return err

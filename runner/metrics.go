@@ -49,6 +49,7 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.cuts = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_network_cuts_total", Help: "Times that a sandbox was cut off because its network rules in the kernel were not those that were applied."})
 	reg.MustRegister(m.children, m.captures, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), r.lazy.Collector())
 	reg.MustRegister(r.fetches.Collectors()...)
+	reg.MustRegister(r.prepared.Collectors()...)
 	if r.cfg.Egress != nil {
 		reg.MustRegister(r.egress.Collector())
 	}

@@ -29,6 +29,7 @@ func openCheckpoints(r *Runner, retained []core.BaseID) (*checkpoints.Store, err
 		Forgotten: func(id core.CheckpointID) {
 			r.rebases.Forget(id)
 			r.seals.Forget(id)
+			r.prepared.Removed(id)
 		},
 	}, retained)
 }

@@ -116,7 +116,7 @@ func (r rehearsals) perform(ctx context.Context, s *sandbox, ckpt *checkpoints.O
 	if _, err := sparse.Clone(s.overlay, ckpt.Overlay); err != nil {
 		return err
 	}
-	if err := r.restore(ctx, s, ckpt, child); err != nil {
+	if err := s.restore(ctx, ckpt); err != nil {
 		return err
 	}
 	if err := errors.Join(s.ns.Assign(ctx, child.Identity), s.machine.Resume(ctx)); err != nil {
@@ -138,19 +138,22 @@ func (r rehearsals) perform(ctx context.Context, s *sandbox, ckpt *checkpoints.O
 
 // understudy is the child of a rehearsal. It trusts an authority of its own, so that its fork installs an authority, as every fork does.
 func (r rehearsals) understudy() (runnerapi.Child, error) {
-	b := entropy(16 + 16 + 5)
+	authority, err := selfSigned()
+	return runnerapi.Child{Identity: r.throwaway(), Egress: r.egress.OpenedWith(core.EgressDenyAll), CA: authority}, err
+}
+
+// throwaway is an identity that no sandbox has. Its machine has no network.
+func (r *Runner) throwaway() core.Identity {
+	b := entropy(16 + 5 + 8)
 	gateway, _ := r.cfg.Network.Gateway()
 	ip := gateway.Next()
 	if !ip.IsValid() {
 		ip = netip.MustParseAddr("10.83.0.2")
 	}
-	authority, err := selfSigned()
-	return runnerapi.Child{
-		Identity: core.Identity{
-			Generation: rand.Text(), Hostname: "rehearsal", MachineID: hex.EncodeToString(b[:16]), MAC: net.HardwareAddr(append([]byte{0x02}, b[32:]...)).String(), IP: ip,
-		},
-		Egress: r.egress.OpenedWith(core.EgressDenyAll), CA: authority,
-	}, err
+	return core.Identity{
+		Generation: rand.Text(), Hostname: "nobody-" + hex.EncodeToString(b[21:]), MachineID: hex.EncodeToString(b[:16]),
+		MAC: net.HardwareAddr(append([]byte{0x02}, b[16:21]...)).String(), IP: ip,
+	}
 }
 
 // selfSigned makes a self-signed certificate, as PEM.

@@ -27,24 +27,34 @@ type restoration struct {
 }
 
 // restoreAndReseal gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
-func (r *Runner) restoreAndReseal(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
+// A prepared machine has the state already and is in quarantine; it goes through the same steps from the identity of its namespace on.
+func (r *Runner) restoreAndReseal(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child, prepared bool, watch *core.Stopwatch) (*core.ResealReport, error) {
 	child.Egress = r.egress.OpenedWith(child.Egress)
 	m := &restoration{r: r, s: s, ckpt: ckpt, child: child, began: time.Now()}
-	err := runSteps(ctx, watch, []step{
+	steps := []step{
 		{does: "list the sandbox", then: forkListed},
 		{does: "announce the sandbox in the journal", then: forkJournaled, do: m.announce},
-		{does: "clone the disk", lap: "disk", do: m.cloneDisk},
-		{does: "restore memory and devices", lap: "restore", then: forkRestored, do: m.restore},
-		{does: "give the namespace its identity", then: forkAssigned, do: m.assign},
-		{does: "resume the machine", lap: "resume", then: forkResumed, do: m.resume},
-		{does: "connect to the agent", lap: "connect", then: forkConnected, do: m.connect},
+	}
+	assign := step{does: "give the namespace its identity", then: forkAssigned, do: m.assign}
+	if prepared {
+		steps = append(steps, step{does: "claim the prepared machine", then: prepareClaimed, do: m.claim}, assign, step{lap: "claim"})
+	} else {
+		steps = append(steps,
+			step{does: "clone the disk", lap: "disk", do: m.cloneDisk},
+			step{does: "restore memory and devices", lap: "restore", then: forkRestored, do: m.restore},
+			assign,
+			step{does: "resume the machine", lap: "resume", then: forkResumed, do: m.resume},
+			step{does: "connect to the agent", lap: "connect", then: forkConnected, do: m.connect},
+		)
+	}
+	err := runSteps(ctx, watch, append(steps, []step{
 		{does: "reseal the machine", lap: "reseal", then: forkResealed, do: m.reseal},
 		{does: "let the egress process serve the sandbox", then: forkServed, do: m.serve},
 		{does: "open the network", lap: "open", then: forkOpened, do: m.open},
 		{does: "sign the report", lap: "attest", do: m.attest}, // a fork without a signature is not released
 		{does: "release the workload", lap: "release", then: forkReleased, do: m.release},
 		{does: "record that the sandbox is ready", lap: "journal", do: m.ready},
-	})
+	}...))
 	return m.report, err
 }
 
@@ -62,7 +72,20 @@ func (m *restoration) cloneDisk(context.Context) error {
 }
 
 func (m *restoration) restore(ctx context.Context) error {
-	return m.r.restore(ctx, m.s, m.ckpt, m.child)
+	if err := m.s.restore(ctx, m.ckpt); err != nil {
+		return err
+	}
+	return m.s.grow(ctx, m.child)
+}
+
+// claim makes a prepared machine one of the sandbox's: it gets its share of the processors, and its disk the size that the child wants.
+func (m *restoration) claim(ctx context.Context) error {
+	m.s.setState(runnerapi.SandboxQuarantined)
+	m.agent = m.s.guest
+	if err := m.s.group.SetWeight(m.r.cfg.limits(m.s.shape.resources).Weight); err != nil {
+		return err
+	}
+	return m.s.grow(ctx, m.child)
 }
 
 func (m *restoration) assign(ctx context.Context) error {

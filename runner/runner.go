@@ -30,6 +30,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/leftovers"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/portforward"
+	"github.com/coppice-dev/coppice/runner/prepared"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/sealing"
@@ -60,6 +61,7 @@ type Runner struct {
 	compare     *compare.Comparer
 	slots       *slots
 	warm        *warm.Pool[shape, *shell]
+	prepared    *prepared.Pool[*preparedMachine]
 	metrics     *metrics
 	starting    chan struct{} // a place per child that is being started
 	draws       draws.Draws   // of all guests
@@ -168,6 +170,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	r.fetches = newFetcher(r)
 	r.compare = newComparer(r)
 	r.warm = newWarmPool(r)
+	r.prepared = newPreparedPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
 	if err := r.takeOver(ctx, left); err != nil {
 		return nil, fmt.Errorf("take over from an earlier runner: %w", err)
@@ -215,6 +218,7 @@ func (r *Runner) shellsDir() string { return filepath.Join(r.cfg.DataDir, "shell
 // Run does the background work until ctx ends, and then takes every sandbox down, or leaves them (Config.Leave). Checkpoints stay.
 func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.warm.Run(r.runCtx) })
+	r.wg.Go(func() { r.prepared.Run(r.runCtx) })
 	r.wg.Go(func() { r.lease.Guard(r.runCtx, r.fenceExpired) })
 	r.wg.Go(func() { r.tidy(r.runCtx) })
 	r.wg.Go(func() { r.lazy.Run(r.runCtx) })

@@ -42,6 +42,8 @@ type sandbox struct {
 	// sandbox is ready.
 	attestation []byte
 
+	authority string // the certificate with which it was made, as PEM; empty if it was made without, or by an earlier runner
+
 	notes *journal.Notes // its part of the journal
 
 	waits lazy.Waits         // for images that the pager serves
@@ -158,6 +160,16 @@ func (s *sandbox) dial(ctx context.Context, last *guest.Client, connect func(con
 	return fresh, nil
 }
 
+// hangUp ends the connection to the guest agent.
+func (s *sandbox) hangUp() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.guest == nil {
+		return nil
+	}
+	return s.guest.Close()
+}
+
 // entropy returns random bytes to reseed a guest with.
 func entropy(n int) []byte {
 	b := make([]byte, n)
@@ -261,11 +273,7 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	r.usages.End(s.info.ID, s.machine.Handle())
 	s.ports.CloseAll()
 	s.egress.End(ctx)
-	s.mu.Lock()
-	if s.guest != nil {
-		_ = s.guest.Close() // the guest is about to end anyway
-	}
-	s.mu.Unlock()
+	_ = s.hangUp() // the guest is about to end anyway
 	err := r.dismantle(ctx, s.shell)
 	if err != nil {
 		return err
@@ -384,7 +392,7 @@ func (r *Runner) close(ctx context.Context) error {
 			errs[i] = r.destroyLocked(ctx, s)
 		})
 	}
-	wg.Go(func() { errs[len(all)] = r.warm.Close(ctx) })
+	wg.Go(func() { errs[len(all)] = errors.Join(r.prepared.Close(ctx), r.warm.Close(ctx)) })
 	wg.Wait()
 	if !r.leave.Load() {
 		errs = append(errs, r.lazy.Stop(ctx))
@@ -409,11 +417,7 @@ func (s *sandbox) leave() {
 	default:
 	}
 	s.ports.CloseAll()
-	s.mu.Lock()
-	if s.guest != nil {
-		_ = s.guest.Close() // sessions continue in the guest
-	}
-	s.mu.Unlock()
+	_ = s.hangUp() // sessions continue in the guest
 	close(s.left)
 	s.machine.Release()
 	s.letGo()

@@ -57,7 +57,7 @@ func (r *Runner) bootTemplate(ctx context.Context, img images.Image, req runnera
 	if err != nil {
 		return nil, err
 	}
-	sh, err := r.newShell(ctx, shape{image: img.Digest, resources: req.Resources, diskBytes: size}, zero, b)
+	sh, err := r.neededShell(ctx, shape{image: img.Digest, resources: req.Resources, diskBytes: size}, zero, b)
 	if err != nil {
 		return nil, err
 	}

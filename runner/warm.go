@@ -3,8 +3,10 @@ package runner
 import (
 	"context"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/warm"
 )
 
@@ -48,9 +50,14 @@ func (r *Runner) takeShell(ctx context.Context, ckpt *checkpoints.Opened) (*shel
 		s.timings = nil // this time had passed before the fork was requested
 		return s, nil
 	}
-	s, err := r.newShell(ctx, sh, ckpt.Memory, nil)
-	for err != nil && core.CategoryOf(err) == core.Exhausted && r.warm.MakeRoom(ctx) {
-		s, err = r.newShell(ctx, sh, ckpt.Memory, nil)
+	return r.neededShell(ctx, sh, ckpt.Memory, nil)
+}
+
+// neededShell makes a shell that somebody waits for. On a full host, machines that nobody waits for give way to it.
+func (r *Runner) neededShell(ctx context.Context, sh shape, base *memory.Base, b *boot) (*shell, error) {
+	s, err := r.newShell(ctx, sh, base, b)
+	for err != nil && core.CategoryOf(err) == core.Exhausted && (r.prepared.MakeRoom(ctx) || r.warm.MakeRoom(ctx)) {
+		s, err = r.newShell(ctx, sh, base, b)
 	}
 	return s, err
 }
@@ -65,12 +72,15 @@ func (r *Runner) coldShell(ctx context.Context, sh shape) (*shell, error) {
 }
 
 // forked is called when a fork of a checkpoint has ended.
-func (r *Runner) forked(ckpt *checkpoints.Opened, n int) {
+func (r *Runner) forked(ckpt *checkpoints.Opened, children []runnerapi.Child) {
+	if n := len(children); n > 0 {
+		r.prepared.Forked(ckpt.ID, n, children[n-1].CA)
+	}
 	sh, err := shapeOf(ckpt)
 	if err == nil {
 		r.warm.Want(sh)
 	}
-	r.rebases.Consider(ckpt, n, func(base core.BaseID) {
+	r.rebases.Consider(ckpt, len(children), func(base core.BaseID) {
 		if err != nil {
 			return
 		}

@@ -38,6 +38,7 @@ type HostConfig struct {
 	DiskBudget   int64  // bytes of the runner's volume where one is made
 	MaxSandboxes int
 	Warm         int    // see runner.Config
+	PrepareMax   int    // see runner.PrepareConfig
 	Binary       string // QEMU; empty finds it
 	// VMM and Accelerator are what machines run on. ChooseVMM settles "auto" and says in Why what decided.
 	VMM             string // qemu or cloud-hypervisor
@@ -108,7 +109,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	}
 	rc := runner.Config{
 		ID: id, ClusterID: mark, RunDir: filepath.Join(h.RunDir, vmDir), Log: cfg.Log.With("component", "runner"), Metrics: cfg.Registry, Traces: cfg.Traces,
-		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: checkpoints.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave, Forward: cfg.Forward,
+		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Prepare: runner.PrepareConfig{Max: cfg.PrepareMax}, Rebase: checkpoints.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave, Forward: cfg.Forward,
 	}
 	if err := os.MkdirAll(h.RunDir, 0o700); err != nil {
 		return nil, err

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -26,8 +27,9 @@ type Tree struct {
 
 // Group is the cgroup of one VMM.
 type Group struct {
-	dir string
-	fd  *os.File
+	dir     string
+	fd      *os.File
+	weights bool // of processor time can be set
 }
 
 // Find returns the first cgroup v2 mount of the host, or "" if there is none.
@@ -91,6 +93,7 @@ func (t *Tree) Make(name string, l Limits) (*Group, error) {
 	if err := os.Mkdir(g.dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) { //nolint:gosec // G301: as the kernel makes them
 		return nil, fmt.Errorf("make cgroup %s: %w", g.dir, err)
 	}
+	g.weights = slices.Contains(t.controllers, "cpu")
 	err := t.limit(g.dir, l)
 	if err == nil {
 		g.fd, err = os.Open(g.dir)
@@ -133,6 +136,14 @@ func (g *Group) FD() *os.File {
 		return nil
 	}
 	return g.fd
+}
+
+// SetWeight changes the share of processor time, see Limits. It does nothing where that cannot be limited.
+func (g *Group) SetWeight(weight int) error {
+	if g == nil || !g.weights {
+		return nil
+	}
+	return write(g.dir, "cpu.weight", strconv.Itoa(min(max(weight, minWeight), maxWeight)))
 }
 
 // Close gives up the descriptor; the group stays. A nil Group has none.

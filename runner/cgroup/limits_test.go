@@ -18,6 +18,40 @@ import (
 	"github.com/coppice-dev/coppice/internal/test/require"
 )
 
+// TestWeight: the share of processor time can be changed, where it can be limited.
+func TestWeight(t *testing.T) {
+	t.Parallel()
+	for _, controllers := range [][]string{wanted, {"memory"}, nil} {
+		dir := t.TempDir()
+		tree := &Tree{dir: dir, controllers: controllers}
+		file := filepath.Join(dir, "g", "cpu.weight")
+		if err := os.Mkdir(filepath.Dir(file), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(file, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		g, err := tree.Make("g", Limits{})
+		if err == nil {
+			err = g.SetWeight(0)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		g.Close()
+		want := ""
+		if slices.Contains(controllers, "cpu") {
+			want = "1"
+		}
+		if b, err := os.ReadFile(file); err != nil || string(b) != want {
+			t.Errorf("with %v: %q, %v", controllers, b, err)
+		}
+	}
+	if err := (*Group)(nil).SetWeight(1); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestLimitFiles writes into a directory with the files of a group, as the kernel would have made them.
 func TestLimitFiles(t *testing.T) {
 	t.Parallel()

@@ -77,8 +77,7 @@ func (p *Pool[Machine]) Take(id core.CheckpointID, fits func(m Machine) bool) (m
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for i := len(p.ready) - 1; i >= 0; i-- { // the youngest first
-		e := p.ready[i]
+	for i, e := range slices.Backward(p.ready) { // the youngest first
 		if e.checkpoint != id {
 			continue
 		}

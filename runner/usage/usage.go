@@ -89,15 +89,7 @@ func (u *Usages) Forget(sent []runnerapi.Usage) {
 // read asks the kernel what a VMM has used. Its network traffic is that of the only tap in its namespace. The directions of the tap's
 // counters are those of the host.
 func read(h vmm.Handle) (runnerapi.Usage, error) {
-	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", h.PID))
-	if err != nil {
-		return runnerapi.Usage{}, err
-	}
-	started, err := stat.Number(procfs.StartTime)
-	if err != nil || started != h.StartTime {
-		return runnerapi.Usage{}, fmt.Errorf("process %d is not the one that was started", h.PID)
-	}
-	ticks, err := stat.Sum(procfs.UserTicks, procfs.SystemTicks)
+	cpu, err := CPUSeconds(h)
 	if err != nil {
 		return runnerapi.Usage{}, err
 	}
@@ -108,7 +100,7 @@ func read(h vmm.Handle) (runnerapi.Usage, error) {
 		n, _ := strconv.ParseInt(list[i], 10, 64)
 		return n
 	}
-	u := runnerapi.Usage{CPUSeconds: float64(ticks) / procfs.TicksPerSecond}
+	u := runnerapi.Usage{CPUSeconds: cpu}
 	devices, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/dev", h.PID))
 	if err != nil {
 		return u, err
@@ -120,4 +112,18 @@ func read(h vmm.Handle) (runnerapi.Usage, error) {
 		}
 	}
 	return u, nil
+}
+
+// CPUSeconds asks the kernel how much processor time a VMM has used.
+func CPUSeconds(h vmm.Handle) (float64, error) {
+	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", h.PID))
+	if err != nil {
+		return 0, err
+	}
+	started, err := stat.Number(procfs.StartTime)
+	if err != nil || started != h.StartTime {
+		return 0, fmt.Errorf("process %d is not the one that was started", h.PID)
+	}
+	ticks, err := stat.Sum(procfs.UserTicks, procfs.SystemTicks)
+	return float64(ticks) / procfs.TicksPerSecond, err
 }

@@ -66,6 +66,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
 	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
+	f.IntVar(&cfg.PrepareMax, "prepare-max", 0, "number of machines prepared at most for forks that are expected soon; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
 	storeFlags(a, f, &cfg.Store)
 	secretFlags(a, f, &cfg.Secrets, true)
