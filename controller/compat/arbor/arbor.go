@@ -59,8 +59,8 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // browser refuses what only browsers send. Old ones send the form of a page without an origin, and a form can be taken for JSON here.
 func browser(r *http.Request) *shared.StatusError {
-	for _, name := range []string{"Referer", "Cookie", "Accept-Language"} {
-		if r.Header.Get(name) != "" {
+	for _, name := range []string{"Referer", "Cookie", "Accept-Language", "Sec-Fetch-Mode", "Sec-Fetch-Dest", "Upgrade-Insecure-Requests"} {
+		if len(r.Header.Values(name)) > 0 {
 			return shared.Failf(http.StatusForbidden, "this server needs no key, so it serves no browsers (the request has %s)", name)
 		}
 	}

@@ -126,6 +126,16 @@ func TestWorkspace(t *testing.T) {
 		t.Errorf("runners: %+v", list)
 	}
 	w.do(ask{method: "GET", path: "/health"}).want(t, http.StatusOK, nil)
+	w.do(ask{method: "GET", path: "/v1/workspaces/" + b.WorkspaceID + "/events", header: map[string]string{"Last-Event-ID": "abc"}}).want(t, http.StatusBadRequest, nil)
+	for _, want := range []string{"pending", "succeeded"} {
+		var end begun
+		if w.do(ask{method: "POST", path: "/v1/workspaces/" + b.WorkspaceID + ":terminate"}).want(t, http.StatusAccepted, &end); end.Status != want {
+			t.Errorf("terminated: %+v, want %s", end, want)
+		}
+		if end.OperationID != "" {
+			w.ends(end)
+		}
+	}
 }
 
 // What Coppice does not have is refused by its name, and nothing is made.
@@ -278,6 +288,22 @@ func TestAttach(t *testing.T) {
 	if websocket.CloseStatus(err) < 0 {
 		t.Errorf("the end of the session: %v", err)
 	}
+
+	// A program that takes no input is heard to its end, whatever the client sends.
+	deaf := start(`{"command": ["sleep", "600"]}`)
+	quiet, _, err := websocket.Dial(ctx, pass(deaf.SessionID), nil) //nolint:bodyclose // the library closes it
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer quiet.CloseNow() //nolint:errcheck // it may be closed already
+	if err := quiet.Write(ctx, websocket.MessageText, []byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	gone, stop := context.WithTimeout(ctx, 300*time.Millisecond)
+	if _, _, err := quiet.Read(gone); gone.Err() == nil {
+		t.Errorf("the connection ended: %v", err)
+	}
+	stop()
 
 	other := start(`{"command": ["cat"], "pty": true}`)
 	swapped := strings.Replace(pass(other.SessionID), other.SessionID, s.SessionID, 1)

@@ -8,26 +8,29 @@ import (
 func TestPassesAreBounded(t *testing.T) {
 	t.Parallel()
 	var p passes
-	first, _, err := p.give("s", "k")
+	first, _, err := p.give("s", "secret", "k")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for range maxPasses - 1 {
-		if _, _, err := p.give("s", "k"); err != nil {
+		if _, _, err := p.give("s", "secret", "k"); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, _, err := p.give("s", "k"); err == nil {
+	if _, _, err := p.give("s", "secret", "k"); err == nil {
 		t.Error("one more is given")
 	}
-	if key, ok := p.take("s", first); !ok || key != "k" {
-		t.Errorf("%q, %t", key, ok)
+	if _, _, err := p.give("s", "other", "o"); err != nil {
+		t.Errorf("the tokens of one key are in the way of another: %v", err)
 	}
-	last, _, err := p.give("s", "k")
+	if pass, ok := p.take("s", first); !ok || pass.key != "secret" || pass.owner != "k" {
+		t.Errorf("%+v, %t", pass, ok)
+	}
+	last, _, err := p.give("s", "secret", "k")
 	if err != nil {
 		t.Error("a pass that was used takes room")
 	}
-	p.given[last] = grantedPass{"s", "k", time.Now().Add(-time.Second)}
+	p.given[last] = grantedPass{"s", "secret", "k", time.Now().Add(-time.Second)}
 	if _, ok := p.take("s", last); ok {
 		t.Error("a pass that has expired is good")
 	}

@@ -20,6 +20,6 @@
 // # Content types
 //
 // `curl -d` sends JSON as a form, and Arbor's README relies on that. So every content type is taken. A
-// web page could send such a request without asking; requests that look like those of a browser are
-// refused.
+// web page could send such a request without asking. So a layer that needs no key refuses requests that
+// look like those of a browser.
 package arbor

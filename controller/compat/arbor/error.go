@@ -34,6 +34,7 @@ var byStatus = map[int]string{
 	http.StatusRequestTimeout:        "REQUEST_TIMEOUT",
 	http.StatusRequestEntityTooLarge: "BODY_TOO_LARGE",
 	http.StatusMisdirectedRequest:    "FORBIDDEN",
+	http.StatusTooManyRequests:       "RATE_LIMITED",
 	http.StatusNotImplemented:        "UNSUPPORTED_OPERATION_IN_MVP",
 	http.StatusGatewayTimeout:        "REQUEST_TIMEOUT",
 }
@@ -54,6 +55,7 @@ func envelopeOf(err error) (envelope, *shared.StatusError) {
 		e.Code = "INTERNAL_ERROR"
 	}
 	if refused, ok := errors.AsType[*coppice.Error](err); ok {
+		e.Retryable = e.Retryable && refused.Code != coppice.CodeQuotaExceeded // waiting does not help
 		e.Code, e.Details = nameOf(refused.Code), map[string]string{"coppice_code": string(refused.Code)}
 		for name, value := range map[string]string{"request_id": refused.RequestID, "operation_id": refused.OperationID} {
 			if value != "" {

@@ -77,25 +77,27 @@ func grantOf(q grantRequest) (coppice.PutGrantRequest, error) {
 	return req, nil
 }
 
-// allow adds hosts to the rules of the workspace, and returns those that were not there.
-func (c call) allow(ctx context.Context, hosts []string) (coppice.Allow, error) {
-	ws, err := c.Workspace(ctx, c.id)
-	if err != nil || ws.Network.EgressPolicy != coppice.EgressDenyAll {
+// allow adds hosts to the rules of the workspace, and returns the entries that were not there. The server writes entries in a form of its own, so
+// they are read before and after.
+func (c call) allow(ctx context.Context, hosts []string) (added coppice.Allow, err error) {
+	before, err := c.Workspace(ctx, c.id)
+	if err != nil || before.Network.EgressPolicy != coppice.EgressDenyAll || len(hosts) == 0 {
 		return nil, err
 	}
-	var missing coppice.Allow
-	for _, host := range hosts {
-		if !slices.Contains(ws.Network.Allow, host) && !slices.Contains(missing, host) {
-			missing = append(missing, host)
+	after, err := c.PatchWorkspace(ctx, c.id, coppice.PatchWorkspaceRequest{Version: before.Version, Network: &coppice.NetworkPatch{Add: hosts}})
+	if err != nil {
+		return nil, err
+	}
+	for _, entry := range after.Network.Allow {
+		if !slices.Contains(before.Network.Allow, entry) {
+			added = append(added, entry)
 		}
 	}
-	if len(missing) == 0 {
-		return nil, nil
-	}
-	_, err = c.PatchWorkspace(ctx, c.id, coppice.PatchWorkspaceRequest{Network: &coppice.NetworkPatch{Add: missing}})
-	return missing, err
+	return added, nil
 }
 
+// disallow removes what was added for a grant that was refused. Another grant for the same host that was put at the same time loses its way to
+// it then; its owner sees that in the rules.
 func (c call) disallow(ctx context.Context, hosts coppice.Allow) {
 	if len(hosts) == 0 {
 		return

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
-	"fmt"
 	"io"
 	"maps"
 	"net/http"
@@ -16,6 +15,7 @@ import (
 const maxAnswer = 4 << 20
 
 // begin posts a request that begins an operation, and does not wait for it, as the methods of the SDK would do. path is that of the REST API.
+// The operation has no id if nothing was left to do.
 func (c caller) begin(ctx context.Context, path string, body any) (coppice.Operation, error) {
 	var op coppice.Operation
 	payload, err := json.Marshal(body)
@@ -44,7 +44,7 @@ func (c caller) begin(ctx context.Context, path string, body any) (coppice.Opera
 	case resp.StatusCode >= http.StatusBadRequest:
 		return op, refusal(resp.StatusCode, b)
 	}
-	return op, fmt.Errorf("%s answered %d although nobody waited", path, resp.StatusCode)
+	return op, nil
 }
 
 // refusal reads a problem of the REST API.
@@ -61,7 +61,7 @@ func refusal(status int, body []byte) error {
 	return &coppice.Error{Code: p.Code, Status: status, Detail: p.Detail, RequestID: p.RequestID, OperationID: p.OperationID}
 }
 
-// with returns an object of Coppice with fields of Arbor's in place of its own of the same name.
+// with returns the fields of an object of Coppice. Arbor's fields replace those of the same name.
 func with(object any, fields map[string]any) (map[string]any, error) {
 	b, err := json.Marshal(object)
 	if err != nil {

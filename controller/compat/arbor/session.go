@@ -1,17 +1,9 @@
 package arbor
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"net/http"
-	"strings"
-	"time"
 
-	"github.com/coder/websocket"
-	"golang.org/x/sync/errgroup"
-
-	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -59,118 +51,18 @@ func pass(r *http.Request, c call) (answer, error) {
 	if err != nil {
 		return answer{}, err
 	}
-	token, until, err := c.layer.passes.give(s.ID, c.key)
+	key, err := c.Self(r.Context())
+	if err != nil {
+		return answer{}, err
+	}
+	token, until, err := c.layer.passes.give(s.ID, c.key, key.ID)
 	if err != nil {
 		return answer{}, err
 	}
 	scheme := "ws"
-	if r.TLS != nil {
+	if r.TLS != nil || c.layer.Key == "" && r.Header.Get("X-Forwarded-Proto") == "https" {
 		scheme = "wss"
 	}
 	at := fmt.Sprintf("%s://%s/v1/attach/%s?token=%s", scheme, r.Host, s.ID, token)
 	return answer{http.StatusOK, map[string]any{"transport": "websocket", "url": at, "expires_at": until.UTC()}}, nil
-}
-
-// attach joins a WebSocket and a session: each message of the client is input, and each message to it is output, without any frame of
-// their own. Standard error comes between standard output.
-func (l *layer) attach(w http.ResponseWriter, r *http.Request) {
-	key, ok := l.passes.take(r.PathValue("id"), r.URL.Query().Get("token"))
-	if !ok {
-		writeFailure(w, shared.Failf(http.StatusUnauthorized, "the token is not known, was used, or has expired; POST /v1/sessions/{id}/attach gives another one"))
-		return
-	}
-	if !strings.EqualFold(r.Header.Get("Upgrade"), "websocket") {
-		writeFailure(w, shared.Failf(http.StatusBadRequest, "this route is for WebSockets"))
-		return
-	}
-	leave, err := l.streams.enter(key)
-	if err != nil {
-		writeFailure(w, err)
-		return
-	}
-	defer leave()
-	shared.Unhurry(w)
-	ws, err := websocket.Accept(w, r, &websocket.AcceptOptions{CompressionMode: websocket.CompressionDisabled})
-	if err != nil {
-		return // it has answered
-	}
-	defer ws.CloseNow() //nolint:errcheck // it may be closed already
-	ws.SetReadLimit(maxInput)
-	switch err := l.as(key).join(r.Context(), ws, r.PathValue("id")); {
-	case err == nil:
-		_ = ws.Close(websocket.StatusNormalClosure, "the session has ended")
-	case errors.As(err, new(*coppice.Error)):
-		_ = ws.Close(websocket.StatusInternalError, reasonOf(err))
-	}
-}
-
-// maxInput bounds a message of a client.
-const maxInput = 64 << 10
-
-// reasonOf is why a WebSocket was closed, of which 123 bytes are possible.
-func reasonOf(err error) string {
-	const most = 120
-	reason := strings.ToValidUTF8(err.Error(), "?")
-	for len(reason) > most {
-		reason = strings.ToValidUTF8(reason[:most], "")
-	}
-	return reason
-}
-
-// join carries input and output until the session ends, or the client leaves.
-func (c caller) join(ctx context.Context, ws *websocket.Conn, session string) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	s, err := c.Session(ctx, session)
-	if err != nil {
-		return err
-	}
-	go func() { // it ends with the connection
-		defer cancel()
-		c.input(ctx, ws, session)
-	}()
-	streams := []string{coppice.Stdout}
-	if !s.PTY {
-		streams = append(streams, coppice.Stderr)
-	}
-	out := output{ctx, ws}
-	group, outputs := errgroup.WithContext(ctx)
-	for _, stream := range streams {
-		group.Go(func() error {
-			offset := s.StdoutFirst
-			if stream == coppice.Stderr {
-				offset = s.StderrFirst
-			}
-			return c.Follow(outputs, session, stream, offset, out)
-		})
-	}
-	return group.Wait()
-}
-
-// input writes the messages of a client to the session. The end of the connection does not end the session.
-func (c caller) input(ctx context.Context, ws *websocket.Conn, session string) {
-	for {
-		_, r, err := ws.Reader(ctx)
-		if err != nil {
-			return
-		}
-		if err := c.WriteStdin(ctx, session, r, false); err != nil {
-			return
-		}
-	}
-}
-
-// output writes to a WebSocket. Several streams may use it at once.
-type output struct {
-	ctx context.Context
-	ws  *websocket.Conn
-}
-
-// sendTime is how long a client may take to read a message.
-const sendTime = time.Minute
-
-func (o output) Write(p []byte) (int, error) {
-	ctx, cancel := context.WithTimeout(o.ctx, sendTime)
-	defer cancel()
-	return len(p), o.ws.Write(ctx, websocket.MessageBinary, p)
 }

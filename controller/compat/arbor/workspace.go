@@ -99,6 +99,9 @@ func (c call) image(r *http.Request, name string) (string, error) {
 		return "", nil
 	}
 	for image, err := range c.Images(r.Context()) {
+		if errors.Is(err, coppice.CodePermissionDenied) { // a key that makes workspaces need not see the images
+			return "", nil
+		}
 		if err != nil {
 			return "", err
 		}
@@ -169,6 +172,9 @@ func terminate(r *http.Request, c call) (answer, error) {
 	op, err := c.begin(r.Context(), "/v1/workspaces/"+url.PathEscape(c.id)+"/terminate", struct{}{})
 	if err != nil {
 		return answer{}, err
+	}
+	if op.ID == "" {
+		return answer{http.StatusAccepted, map[string]any{"status": "succeeded"}}, nil // it was terminated before
 	}
 	return answer{http.StatusAccepted, map[string]any{"operation_id": op.ID, "status": "pending"}}, nil
 }

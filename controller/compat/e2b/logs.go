@@ -12,7 +12,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// maxLogs bounds the entries of an answer, and is how many a client gets that does not say how many it wants.
+// maxLogs bounds the entries of an answer, and is the number if the client gives none.
 const maxLogs = 1000
 
 // maxLogSearch bounds the text that entries are searched for, in bytes.
@@ -148,15 +148,15 @@ func readLogs(r *http.Request, c call, q logQuery) ([]logEntry, error) {
 			out = append(out, entry)
 		}
 		switch {
-		case len(out) <= q.limit:
-		case q.newestFirst:
-			out = slices.Delete(out, 0, 1)
-		default:
+		case q.newestFirst && len(out) > 2*maxLogs:
+			out = slices.Delete(out, 0, len(out)-q.limit)
+		case !q.newestFirst && len(out) > q.limit:
 			return out[:q.limit], nil
 		}
 	}
 	if q.newestFirst {
 		slices.Reverse(out)
+		out = out[:min(len(out), q.limit)]
 	}
 	return out, nil
 }

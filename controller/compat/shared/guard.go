@@ -12,7 +12,7 @@ import (
 // Foreign refuses requests of web pages. Where requests need no key (open), it also refuses those that do not come from this host for
 // this host.
 func Foreign(r *http.Request, open bool) *StatusError {
-	if r.Header.Get("Origin") != "" || fromPage(r.Header.Get("Sec-Fetch-Site")) {
+	if len(r.Header.Values("Origin")) > 0 || fromPage(r.Header.Get("Sec-Fetch-Site")) {
 		return Failf(http.StatusForbidden, "a web page must not use this server")
 	}
 	if !open {
@@ -57,9 +57,9 @@ func Credential(r *http.Request) (key string, given bool) {
 			key = name
 		}
 	} else if scheme, bearer, _ := strings.Cut(header, " "); strings.EqualFold(scheme, "Bearer") {
-		key = strings.TrimSpace(bearer)
+		key = bearer
 	}
-	if len(key) > maxKey {
+	if key = strings.TrimSpace(key); len(key) > maxKey {
 		key = ""
 	}
 	return key, true

@@ -8,7 +8,7 @@ declare -A ids=([grant_id]=3f0c2f5e-7a55-4c0b-9a53-0f5a4f6f1d11)
 calls=0
 
 # field prints a field of the last answer.
-field() { python3 -c 'import json, sys; print(json.load(sys.stdin).get(sys.argv[1], ""))' "$1" <<<"$answer"; }
+field() { python3 -c 'import json, sys; o = json.loads(sys.stdin.read().strip() or "{}"); print(o.get(sys.argv[1], "") if isinstance(o, dict) else "")' "$1" <<<"$answer"; }
 
 curl() {
 	local args=() arg name follow= id
@@ -32,11 +32,28 @@ curl() {
 		return 1
 	}
 	printf '%.200s\n' "$answer"
-	id=$(field workspace_id) && [[ $id != ws_* || -n ${ids[ws_id]:-} ]] || ids[ws_id]=$id
-	id=$(field session_id) && [[ $id != sess_* ]] || ids[sess_id]=$id
-	id=$(field checkpoint_id) && [[ $id != ckpt_* ]] || ids[ckpt_id]=$id
+	id=$(field workspace_id)
+	if [[ $id = ws_* && -z ${ids[ws_id]:-} ]]; then ids[ws_id]=$id; fi # the first one, not its forks
+	id=$(field session_id)
+	if [[ $id = sess_* ]]; then ids[sess_id]=$id; fi
+	id=$(field checkpoint_id)
+	if [[ $id = ckpt_* ]]; then ids[ckpt_id]=$id; fi
 	id=$(field operation_id)
-	[[ $id != op_* ]] || until [ "$(curl.real -sS "$BASE/v1/operations/$id" | python3 -c 'import json, sys; print(json.load(sys.stdin)["status"])')" = succeeded ]; do sleep 0.2; done
+	if [[ $id = op_* ]]; then wait_for "$id"; fi
+}
+# wait_for waits for the end of an operation, at most ten minutes.
+wait_for() {
+	local status=
+	for ((i = 0; i < 3000; i++)); do
+		status=$(curl.real -sS "$BASE/v1/operations/$1" | python3 -c 'import json, sys; print(json.load(sys.stdin)["status"])')
+		case $status in
+		succeeded) return ;;
+		failed) break ;;
+		esac
+		sleep 0.2
+	done
+	echo "operation $1 is $status" >&2
+	return 1
 }
 curl.real() { command curl "$@"; }
 

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -58,7 +57,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, " (default 127.0.0.1:7075, or a free port if --listen does not have port 7070); - for none")
 	arrakisFlags(f, &cfg.Arrakis, " (default 127.0.0.1:7000, or a free port if --listen does not have port 7070); - for none", "5901=gui,5736=code")
-	f.StringVar(&cfg.Arbor.Listen, "arbor-listen", "", "serve Arbor's clients on this `address` (default 127.0.0.1:8080 if --listen has port 7070 and that address is free, else a free port); - for none")
+	f.StringVar(&cfg.Arbor.Listen, "arbor-listen", "", "serve Arbor's clients on this `address` (default 127.0.0.1:7077, or a free port if --listen does not have port 7070); - for none")
 	f.BoolVar(&cfg.ArborNeedsKey, "arbor-require-key", false, "requests of Arbor's clients need a key; without this flag they need none, and --arbor-listen must be on loopback")
 	f.BoolVar(&cfg.ArrakisNeedsKey, "arrakis-require-key", false, "requests of Arrakis' clients need a key, as the password of the client's URL; without this flag they need none, and --arrakis-listen must be on loopback")
 	previewFlags(f, &cfg.Preview, " (default 127.0.0.1:7076, or a free port if --listen does not have port 7070); - for none", "localhost")
@@ -129,7 +128,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 func listenBeside(cfg *devstack.Config) {
 	cfg.E2B.Listen = beside(cfg.E2B.Listen, cfg.Listen, "127.0.0.1:7075")
 	cfg.Arrakis.Listen = beside(cfg.Arrakis.Listen, cfg.Listen, "127.0.0.1:7000")
-	cfg.Arbor.Listen = beside(cfg.Arbor.Listen, cfg.Listen, orAnyPort("127.0.0.1:8080"))
+	cfg.Arbor.Listen = beside(cfg.Arbor.Listen, cfg.Listen, "127.0.0.1:7077")
 	if cfg.Preview.Listen = beside(cfg.Preview.Listen, cfg.Listen, "127.0.0.1:7076"); cfg.Preview.Listen == "" {
 		cfg.Preview.Domain = ""
 	}
@@ -146,16 +145,6 @@ func beside(address, api, usual string) string {
 		return usual
 	}
 	return "127.0.0.1:0"
-}
-
-// orAnyPort is an address that is in use by much else: if it is taken, a free port of it.
-func orAnyPort(address string) string {
-	l, err := net.Listen("tcp", address) //nolint:noctx // it does not wait
-	if err != nil {
-		return "127.0.0.1:0"
-	}
-	_ = l.Close() // nothing was accepted
-	return address
 }
 
 // e2bText says how E2B's clients are used.
