@@ -180,6 +180,7 @@ class Search:
             raise
         if self._error is not None:
             raise self._error
+        await self._tidy()
         await self._read_best()
         return self.result
 
@@ -519,7 +520,6 @@ class Search:
     def _draft(self, n: TreeNode, end: Ending, change: Change) -> Record | None:
         """A node's record with a change. None: that is none, and nothing need be written."""
         try:
-            before = n.record.encode()
             record = n.record.clone()
             change(record)
             ends = end.get(n, {})
@@ -528,11 +528,11 @@ class Search:
                 if e.name in n.lost:
                     e.abandon()
             record.count()
-            after = record.encode()
+            if record != n.record:
+                record.check_size()
+                return record
         except RecordTooLarge as err:
             raise RecordTooLarge(f"node {n.id}: {err}") from err
-        if before != after:
-            return record
         end_at(end, n)
         return None
 
@@ -553,6 +553,20 @@ class Search:
                 if at.parent.parent is None:
                     raise
                 at.parent.record.done = True
+
+    async def _tidy(self) -> None:
+        """Writes what could not be written before: the ends of claims, and the totals of subtrees in their parents.
+
+        A searcher that crashed may have left a subtree that is done, of which its parents do not know. Nothing is tried
+        there any more that would tell them.
+        """
+        for n in reversed(list(self._tree.nodes())):
+            if any(self._searcher in e.in_flight for e in n.record.edges):
+                with contextlib.suppress(NodeGone):
+                    await self._update(n, {}, lambda record: None)
+            e = n.parent.record.edge(n.action) if n.parent is not None else None
+            if e is not None and e.child == n.id and n.record.done and not e.done:
+                await self._pass(n, {})
 
     async def _read_best(self) -> None:
         """Reads what is not known on the way to the best node: another searcher may have found it.

@@ -244,7 +244,7 @@ class Record(msgspec.Struct):
             if not 0 <= a.prior < math.inf:
                 raise ValueError(f"the prior of action {a.name!r} is {a.prior}; it must be 0 or more")
             names.add(a.name)
-        edges = [Edge(a.name, float(a.prior), UNSET if a.data is None else a.data) for a in actions]
+        edges = [Edge(a.name, float(a.prior), kept(a.data)) for a in actions]
         proposed: Record = msgspec.structs.replace(self, edges=self.edges + edges)
         size = TRIED_BYTES * len(actions) + len(proposed._json())
         if size > MAX_RECORD:
@@ -290,6 +290,11 @@ class Record(msgspec.Struct):
 
     def _json(self) -> bytes:
         return dumps(self.plain()).encode()
+
+    def check_size(self) -> None:
+        """Raises RecordTooLarge if `encode` would. It is quick for a record that is small."""
+        if 6 * len(msgspec.json.encode(self)) > MAX_RECORD:  # no character and no number grows by more
+            self.encode()
 
     def encode(self) -> bytes:
         """The record as JSON, of at most MAX_RECORD bytes. Raises RecordTooLarge.
@@ -386,6 +391,11 @@ def known(data: Any) -> Any:
     return None if data is UNSET else data
 
 
+def kept(data: Any) -> Data:
+    """Data of a program, as they are read again. Raises ValueError if JSON does not have them."""
+    return UNSET if data is None else msgspec.json.decode(dumps(data))
+
+
 def clip(reason: str) -> str:
     """Cuts a reason to MAX_REASON."""
     reason, size = well_formed(reason, "?"), 0
@@ -397,9 +407,8 @@ def clip(reason: str) -> str:
 
 
 def record_of(action: str, outcome: Outcome) -> Record:
-    """The record of a new child."""
-    data = UNSET if outcome.data is None else outcome.data
-    record = Record(action=action, value=outcome.value, terminal=outcome.terminal, data=data)
+    """The record of a new child. Raises ValueError if JSON does not have its data."""
+    record = Record(action=action, value=outcome.value, terminal=outcome.terminal, data=kept(outcome.data))
     record.count()
     return record
 
