@@ -667,6 +667,20 @@ def test_the_best_node_of_others_is_read() -> None:
     asyncio.run(main())
 
 
+def test_the_whole_tree_is_read() -> None:
+    async def main() -> None:
+        w = Words()
+        await run(searcher(w, UCT(c=0.5)))
+        s = searcher(w, UCT(c=0.5))
+        r = await run(s)
+        assert sum(1 for _ in r.root.walk()) < 40
+        await s.read_all()
+        below = [n for n in s.result.root.walk() if n.parent is not None]
+        assert len(below) == 39 and all(n.data == {"word": word_of(n)} for n in below)
+
+    asyncio.run(main())
+
+
 def test_times() -> None:
     """A searcher that is slow, and not dead, has written down everything before others take over its actions."""
     from coppice.search import _checkpoints as checkpoints

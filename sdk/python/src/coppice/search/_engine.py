@@ -184,6 +184,24 @@ class Search:
         await self._read_best()
         return self.result
 
+    async def read_all(self) -> None:
+        """Reads what is not known of the tree: subtrees of other searchers, and the data of leaves.
+
+        It takes a call of the store for each node that was not read. What was deleted is left as it was known.
+        """
+        allowed = asyncio.Semaphore(self._parallel)
+
+        async def read(n: TreeNode) -> None:
+            async with allowed:
+                with contextlib.suppress(NodeGone):
+                    await self._read(n)
+
+        level = [self._tree.root]
+        while level:
+            old = [n for n in level if n.stale or n.version == 0 or n.behind()]
+            await asyncio.gather(*map(read, old))
+            level = [n.child(e) for n in level for e in n.record.edges if e.child]
+
     async def _start(self) -> None:
         """Reads the root, and writes its value if nobody has."""
         root = self._tree.root

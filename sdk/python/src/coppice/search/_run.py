@@ -26,19 +26,26 @@ async def run_async(
     *,
     name: str = "",
     fork: requests.ForkLaunch | None = None,
+    read_all: bool = True,
     **options: Unpack[Options],
 ) -> SearchResult:
     """Searches from a checkpoint: beside any number of other searchers, and on from where an earlier search ended.
 
     `name` tells the search from others over the same checkpoints, in at most 64 bytes; see `Checkpoints`. `fork` has
-    options of the forks, such as `labels`, `allow` or `ttl`; see `AsyncCheckpoint.fork`. See `Search` for the other
-    options. Raises what made the search fail.
+    options of the forks, such as `labels`, `allow` or `ttl`; see `AsyncCheckpoint.fork`. With `read_all`, the result has
+    what other searchers have done, and the data of all nodes, for which each node is read at the end. See `Search` for
+    the other options. Raises what made the search fail.
     """
     store = Checkpoints(root, name)
     threads = options.get("parallel", 8) * options.get("batch", 1)
     forks = Forks(root, task, store, threads=max(threads, 1), **(fork or {}))
     try:
-        return await Search(root.id, forks, store, strategy, **options).run()
+        one = Search(root.id, forks, store, strategy, **options)
+        found = await one.run()
+        if read_all:
+            await one.read_all()
+            found = one.result
+        return found
     finally:
         forks.close()
 
@@ -50,6 +57,7 @@ def run(
     *,
     name: str = "",
     fork: requests.ForkLaunch | None = None,
+    read_all: bool = True,
     **options: Unpack[Options],
 ) -> SearchResult:
     """The same as `run_async`, and returns when the search has ended."""
@@ -57,7 +65,7 @@ def run(
     async def main() -> SearchResult:
         async with AsyncCoppice(config=root._t.config) as client:
             from_here = AsyncCheckpoint(client._t, root.info)
-            return await run_async(from_here, task, strategy, name=name, fork=fork, **options)
+            return await run_async(from_here, task, strategy, name=name, fork=fork, read_all=read_all, **options)
 
     try:
         asyncio.get_running_loop()

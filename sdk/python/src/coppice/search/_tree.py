@@ -101,6 +101,11 @@ class TreeNode:
             yield at
             at = at.parent
 
+    def behind(self) -> bool:
+        """Whether the parent knows of values below this node that this one does not know of."""
+        e = self.parent.record.edge(self.action) if self.parent is not None else None
+        return e is not None and e.child == self.id and e.visits > self.record.visits
+
     def count(self, action: str, by: int, until: datetime = NEVER) -> None:
         """Counts further expansions of an action as under way, or fewer."""
         at = self.mine.get(action, Claim())
