@@ -43,20 +43,24 @@ class Words(Memory):
         return [Action(letter, prior=self.priors.get(letter, 0)) for letter in self.letters]
 
     async def expand(self, node: Node, actions: Sequence[Action]) -> Sequence[Outcome]:
-        out = []
+        out: list[Outcome] = []
         for a in actions:
             word = word_of(node) + a.name[0]
-            if self.hook is not None:
-                await self.hook(word)
+            try:
+                if self.hook is not None:
+                    await self.hook(word)
+            except asyncio.CancelledError as err:
+                if not out:
+                    raise
+                return out + [Outcome(error=err)] * (len(actions) - len(out))  # what was made must be known
             out.append(self.make(node.id, a.name, word))
         return out
 
     def make(self, parent: str, action: str, word: str) -> Outcome:
         """A fork that became a checkpoint."""
         self.tried.append(word)
-        outcome = Outcome(
-            self.value(word), terminal=len(word) == len(self.target), data={"word": word}, child=f"{word}-{len(self.tried)}"
-        )
+        id, ends = f"{word}-{len(self.tried)}", len(word) == len(self.target)
+        outcome = Outcome(self.value(word), terminal=ends, data={"word": word}, child=id)
         self.add(parent, outcome.child, record_of(action, outcome))
         return outcome
 

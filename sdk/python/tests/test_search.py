@@ -247,7 +247,10 @@ def test_an_action_that_fails_for_a_while(whole: bool) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("outcomes", [[], [Outcome(float("nan"), child="x")], [Outcome(1, child="x")] * 2, [None], None])
+NO_NUMBER = Outcome(float("nan"), child="x")
+
+
+@pytest.mark.parametrize("outcomes", [[], [NO_NUMBER], [Outcome(1, child="x")] * 2, [None], None])
 def test_wrong_outcomes(outcomes: Any) -> None:
     class Wrong(Words):
         async def expand(self, node: Node, actions: Sequence[Action]) -> Sequence[Outcome]:
@@ -566,7 +569,7 @@ def test_lost_writes(parallel: int, searchers: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_lost_children_are_looked_for() -> None:
-    """Each write of a node keeps actions that may have led to a child from everybody until somebody has looked for it."""
+    """Each write of a node keeps actions that may have led to a child from all, until one has looked for it."""
 
     async def main() -> None:
         w = Words()
@@ -589,7 +592,8 @@ def test_virtual_loss_is_shared(hours: int, want: str) -> None:
         w = Words("cab", "ab")
         for letter in "ab":
             w.make(ROOT, letter, letter)
-        a, b = (Edge(n, child=f"{n}-{i}", value=0.5, visits=1, value_sum=0.5, min=0.5, max=0.5) for i, n in enumerate("ab", 1))
+        half: dict[str, Any] = {"value": 0.5, "visits": 1, "value_sum": 0.5, "min": 0.5, "max": 0.5}
+        a, b = Edge("a", child="a-1", **half), Edge("b", child="b-2", **half)
         a.in_flight = {"other": Claim(3, datetime.now(timezone.utc) + timedelta(hours=hours))}
         await w.save(ROOT, 1, Record(visits=2, value_sum=1, min=0.5, max=0.5, proposed=True, edges=[a, b]))
         w.tried.clear()
@@ -651,6 +655,29 @@ def test_endless_conflicts() -> None:
     async def main() -> None:
         with pytest.raises(NodeChanged, match="1000 times"):
             await searcher(Never(), UCT(c=1), root_value=0.5).run()
+
+    asyncio.run(main())
+
+
+def test_a_crash_on_the_way_up() -> None:
+    """A searcher has finished a subtree, and crashed before it told the parents: the next one tells them."""
+
+    async def main() -> None:
+        w = Words()
+        await run(searcher(w, UCT(c=0.5)))
+        for id, action in ((ROOT, "c"), ("c-3", "a")):
+            record, version = await w.load(id)
+            e = record.edge(action)
+            assert e is not None
+            record.done = e.done = False
+            e.visits, e.value_sum, e.min, e.max = 1, e.value, e.value, e.value
+            e.in_flight = {"crashed": Claim(1, datetime.now(timezone.utc) - timedelta(seconds=1))}
+            record.count()
+            await w.save(id, version, record)
+        r = await run(searcher(w, UCT(c=0.5)))
+        record, _ = await w.load(ROOT)
+        assert r.end == "nothing left to try" and r.tried == 0 and record.visits == 39 and record.done
+        await check_tree(w)
 
     asyncio.run(main())
 

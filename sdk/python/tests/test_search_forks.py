@@ -50,7 +50,8 @@ class Machines:
         if r.path.endswith("/fork"):
             return self.fork(r, parts[1])
         if r.path.endswith("/cancel"):
-            return Answer(200, operation("failed", kind="fork_checkpoint", problem={"code": "CANCELED", "message": "it ended"}))
+            ended = {"code": "CANCELED", "message": "it ended"}
+            return Answer(200, operation("failed", kind="fork_checkpoint", problem=ended))
         if parts[0] == "workspaces" and r.method == "POST":
             if self.refuse_capture is not None:
                 return self.refuse_capture
@@ -62,7 +63,8 @@ class Machines:
             return Answer(200, workspace(id=parts[1], state="terminated"))
         if parts == ["checkpoints"]:
             assert r.query["state"] == ["capturing", "captured", "sealed"]
-            return Answer(200, {"items": [n for n in self.nodes.values() if n.get("parent_id") == r.query["parent_id"][0]]})
+            (parent,) = r.query["parent_id"]
+            return Answer(200, {"items": [n for n in self.nodes.values() if n.get("parent_id") == parent]})
         if parts[1] not in self.nodes:
             return problem(404, "CHECKPOINT_NOT_FOUND")
         node = self.nodes[parts[1]]
@@ -72,7 +74,8 @@ class Machines:
                 return problem(409, "STATE_CONFLICT")
             if change["version"] != node["version"]:
                 return problem(409, "VERSION_CONFLICT", current_version=node["version"])
-            node = {**node, "version": node["version"] + 1, "annotations": {**node["annotations"], **change["annotations"]}}
+            annotations = {**node["annotations"], **change["annotations"]}
+            node = {**node, "version": node["version"] + 1, "annotations": annotations}
             self.nodes[parts[1]] = node
         return Answer(200, node)
 
@@ -335,12 +338,13 @@ def test_versions(double: Double) -> None:
 
 
 def test_children_that_are_captured(double: Double) -> None:
-    """A child that is being captured when a searcher looks for the children of another one counts as soon as it is there."""
+    """A child that is being captured when a searcher looks for children counts as soon as it is there."""
 
     def page(*states: tuple[str, str]) -> Answer:
-        return Answer(200, {"items": [
-            checkpoint(id=id, state=state, annotations={KEY: {"action": "a " + id, "value": 0.5}}) for id, state in states
-        ]})
+        def record(id: str) -> dict[str, Any]:
+            return {KEY: {"action": "a " + id, "value": 0.5}}
+
+        return Answer(200, {"items": [checkpoint(id=id, state=s, annotations=record(id)) for id, s in states]})
 
     double.script = [
         page(("one", "sealed"), ("two", "capturing"), ("three", "capturing")),

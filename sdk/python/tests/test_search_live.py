@@ -116,8 +116,8 @@ def test_beside_a_searcher_in_go(live: Live) -> None:
             pipe = asyncio.subprocess.PIPE
             go = await asyncio.create_subprocess_exec(program, stdin=pipe, stdout=pipe, stderr=pipe)
             asked = {
-                "url": live.url, "token": live.token, "root": root.id, "name": "together", "file": FILE, "letters": "abc",
-                "target": TARGET, "budget": 1000,
+                "url": live.url, "token": live.token, "root": root.id, "name": "together", "file": FILE,
+                "letters": "abc", "target": TARGET, "budget": 1000,
             }
             task = Words()
             answer, found = await asyncio.gather(

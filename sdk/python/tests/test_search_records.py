@@ -171,10 +171,12 @@ def test_json_is_what_a_parser_reads() -> None:
     rng = random.Random(5)
 
     def value(depth: int) -> Any:
-        kinds: list[Any] = [None, True, False, rng.randint(-(10**20), 10**20), rng.uniform(-1, 1) * 10 ** rng.randint(-30, 15)]
-        kinds += [float(rng.randint(-100, 100)), "".join(rng.choices(string.printable + "é€😀\u2028<", k=8))]
+        kinds: list[Any] = [None, True, False, rng.randint(-(10**20), 10**20)]
+        kinds += [rng.uniform(-1, 1) * 10 ** rng.randint(-30, 15), float(rng.randint(-100, 100))]
+        kinds.append("".join(rng.choices(string.printable + "é€😀\u2028<", k=8)))
         if depth < 3:
-            kinds += [[value(depth + 1) for _ in range(3)], {str(rng.random()): value(depth + 1) for _ in range(3)}]
+            kinds.append([value(depth + 1) for _ in range(3)])
+            kinds.append({str(rng.random()): value(depth + 1) for _ in range(3)})
         return rng.choice(kinds)
 
     for _ in range(2000):

@@ -13,11 +13,11 @@
     found = search.run(node, Repair(), search.UCT(c=0.5), budget=100, parallel=8)
     print(found, found.best.trajectory())
 
-Each step selects a node by the strategy, forks it, does an action there, records the result as a new checkpoint and ends
-the fork. Values and visits are kept in the annotation "coppice.search/v1" of the checkpoints, which all searchers change
-by compare-and-set. So any number of programs may search one tree, also those in Go with the package sdk/go/search: its
-documentation describes the format. An action is tried by one searcher only. A search that was interrupted, or whose
-program crashed, goes on when it is run again.
+Each step selects a node by the strategy, forks it, does an action there, records the result as a new checkpoint and
+ends the fork. Values and visits are kept in the annotation "coppice.search/v1" of the checkpoints, which all searchers
+change by compare-and-set. So any number of programs may search one tree, also those in Go with the package
+sdk/go/search: its documentation describes the format. An action is tried by one searcher only. A search that was
+interrupted, or whose program crashed, goes on when it is run again.
 
 With coroutines for `actions` and `act`, and `run_async`, no thread is used. `Search`, with a `Problem` of one's own and
 the store `Memory`, tries a strategy without machines.

@@ -92,11 +92,12 @@ class Checkpoints:
     def __init__(self, client: AsyncCoppice | AsyncCheckpoint, name: str = "") -> None:
         """`name` tells the search from others over the same checkpoints, in at most 64 bytes of UTF-8.
 
-        It becomes part of the annotation's key. Searches by UCT and PUCT may go on under the same name; BestOfN and Beam
-        need a name of their own, as they leave out actions. Raises ValueError if it is too long.
+        It becomes part of the annotation's key. Searches by UCT and PUCT may go on under the same name; BestOfN and
+        Beam need a name of their own, as they leave out actions. Raises ValueError if it is too long.
         """
-        if len(name.encode()) > MAX_SEARCH:
-            raise ValueError(f"the name of the search has {len(name.encode())} bytes; at most {MAX_SEARCH} are possible")
+        size = len(name.encode())
+        if size > MAX_SEARCH:
+            raise ValueError(f"the name of the search has {size} bytes; at most {MAX_SEARCH} are possible")
         self._t: AsyncTransport = client._t
         self.key = f"{KEY}/{name}" if name else KEY
 
@@ -136,8 +137,8 @@ class Checkpoints:
     async def children(self, id: str) -> dict[str, Record]:
         """The records of a checkpoint's children, by id.
 
-        It waits for those that are being captured when it begins: their searcher has done their actions. Raises NodeGone,
-        and TimeoutError after a minute.
+        It waits for those that are being captured when it begins: their searcher has done their actions. Raises
+        NodeGone, and TimeoutError after a minute.
         """
         until = time.monotonic() + CAPTURE_TIME
         out, capturing = await self._children(id)
@@ -191,8 +192,8 @@ class Checkpoints:
 class Forks:
     """A problem whose expansions are forks of checkpoints.
 
-    It forks a node once for each action, has the task do the action in the fork, records the result as a new checkpoint,
-    and terminates the fork.
+    It forks a node once for each action, has the task do the action in the fork, records the result as a new
+    checkpoint, and terminates the fork.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from ._tree import Decision, Node, Step, Tree, TreeNode
 from ._waits import ended, whole
 
 MARGIN = 30.0
-"""Seconds that others wait for a searcher beyond its lease: it may be ending its forks, and writing down what came out."""
+"""Seconds that others wait for a searcher beyond its lease: it may be ending forks, and writing down what came out."""
 WRITE_TIME = 15.0
 """Seconds in which it is written down what came out, also when the search was cancelled."""
 MAX_CONFLICTS = 1000
@@ -97,8 +97,8 @@ class Search:
 
         A node of the value `goal` ends the search, whoever found it. The search fails if more than `failures`
         expansions fail in a row. An expansion may take `lease` seconds; half a minute later, others stop waiting for a
-        searcher that crashed. The clocks of searchers must agree to a few seconds. While this searcher waits for others,
-        it looks every `poll` seconds at what they have done.
+        searcher that crashed. The clocks of searchers must agree to a few seconds. While this searcher waits for
+        others, it looks every `poll` seconds at what they have done.
 
         `searcher` names it, in at most 128 bytes, so that its own work from before a crash ends at once when it starts
         again. No two that run at the same time may have the same name. Empty: a random name.
@@ -354,7 +354,7 @@ class Search:
         await self._pass(n, {})
 
     async def _adopt(self, n: TreeNode) -> None:
-        """Looks for children that a searcher made and could not write down, and ends its claims. It may have crashed."""
+        """Looks for children that a searcher made and could not write down, and ends claims that are over."""
         lost, n.lost = n.lost, set()
         try:
             children = await self._store.children(n.id)
@@ -374,7 +374,7 @@ class Search:
             raise
 
     async def _expand(self, n: TreeNode, actions: list[Action], errors: list[BaseException]) -> bool:
-        """Tries actions at a node and writes down what came out. Adds what failed. Returns whether there are outcomes."""
+        """Tries actions at a node and writes down what came out. `errors` gets what failed. Returns if anything came out."""
         got: list[Action] = list(actions)
         outcomes: list[Outcome] | None = None
         try:
@@ -391,7 +391,7 @@ class Search:
         return outcomes is not None
 
     async def _evaluate(self, n: TreeNode, actions: Sequence[Action], errors: list[BaseException]) -> list[Outcome]:
-        """Has the problem try actions, until the lease is over. If it is cancelled, the outcomes that it has got count."""
+        """Has the problem try actions until the lease is over. If this is cancelled, what has come out counts."""
         work = asyncio.ensure_future(self._problem.expand(n.view(), actions))
         late = False
         try:
@@ -443,7 +443,7 @@ class Search:
         await self._update(n, {}, change)
 
     async def _settle(self, n: TreeNode, actions: Sequence[Action], outcomes: Sequence[Outcome] | None) -> None:
-        """Writes down what came out, and that the actions are no longer under way; without outcomes, they were not tried.
+        """Writes down what came out, and that the actions have ended; without outcomes, they were not tried.
 
         It tries so for WRITE_TIME. If a child is not written down then, it is looked for before its action is tried
         again. Raises what kept it from writing.

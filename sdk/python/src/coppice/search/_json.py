@@ -1,4 +1,4 @@
-"""JSON in the form in which the Go SDK writes it, so that a record has the same size for searchers in both languages."""
+"""JSON as the Go SDK writes it, so that a record has the same size for searchers in both languages."""
 
 from __future__ import annotations
 

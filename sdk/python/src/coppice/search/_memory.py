@@ -35,8 +35,8 @@ class Store(Protocol):
     async def children(self, id: str) -> dict[str, Record]:
         """The children of a node that have a record, by id.
 
-        It is asked when a searcher may have made children that it did not write down, for example because it crashed. It
-        answers when the children that are being made exist or have failed. Raises NodeGone.
+        It is asked when a searcher may have made children that it did not write down, for example because it crashed.
+        It answers when the children that are being made exist or have failed. Raises NodeGone.
         """
         ...
 

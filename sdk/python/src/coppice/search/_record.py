@@ -45,7 +45,7 @@ class SearchError(CoppiceError):
 
 
 class RecordTooLarge(SearchError, ValueError):
-    """A record does not fit into the annotations of a checkpoint: propose fewer actions, or keep less data with them."""
+    """A record does not fit into annotations of a checkpoint: propose fewer actions, or keep less data with them."""
 
 
 class RecordMangled(SearchError, ValueError):
@@ -61,7 +61,7 @@ class Action:
     data: Any = None
     """What the task needs to do it, as JSON; None if there is none."""
     prior: float = 0.0
-    """P(s, a) up to a factor, 0 or more. PUCT divides it by the sum over the node's actions; if all are 0, all are equal."""
+    """P(s, a) up to a factor, 0 or more. PUCT divides it by the sum over the node's actions; all 0 are all equal."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Outcome:
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What one searcher has under way. It counts until its time is over, so that nobody waits for a searcher that crashed."""
+    """What one searcher has under way, until its time is over: nobody waits for a searcher that crashed."""
 
     count: Count = 0
     until: Annotated[datetime, msgspec.Meta(tz=True)] = NEVER

@@ -72,10 +72,9 @@ class SearchResult:
             if node.parent is not None:
                 depth[node.id] = depth[node.parent.id] + 1
             name = one_line(node.action.name) if node.action else "root"
-            mark = "*" if node.id in best else " "
-            lines.append(
-                f"{mark} {'  ' * depth[node.id]}{name}  value {node.value:.3f}  mean {node.mean:.3f}  visits {node.visits}"
-            )
+            mark = "* " if node.id in best else "  "
+            numbers = f"value {node.value:.3f}  mean {node.mean:.3f}  visits {node.visits}"
+            lines.append(f"{mark}{'  ' * depth[node.id]}{name}  {numbers}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -32,9 +32,9 @@ async def run_async(
     """Searches from a checkpoint: beside any number of other searchers, and on from where an earlier search ended.
 
     `name` tells the search from others over the same checkpoints, in at most 64 bytes; see `Checkpoints`. `fork` has
-    options of the forks, such as `labels`, `allow` or `ttl`; see `AsyncCheckpoint.fork`. With `read_all`, the result has
-    what other searchers have done, and the data of all nodes, for which each node is read at the end. See `Search` for
-    the other options. Raises what made the search fail.
+    options of the forks, such as `labels`, `allow` or `ttl`; see `AsyncCheckpoint.fork`. With `read_all`, the result
+    has what other searchers have done, and the data of all nodes, for which each node is read at the end. See `Search`
+    for the other options. Raises what made the search fail.
     """
     store = Checkpoints(root, name)
     threads = options.get("parallel", 8) * options.get("batch", 1)

@@ -40,12 +40,14 @@ class UCT:
     `c` has no unit then, and values need not be between 0 and 1.
     """
     widening: float = 0.0
-    """k of progressive widening: a node gets a further child only while it has fewer than k · √N(s), or if no other child
-    can be descended to. 0: all actions of a node are tried before one of its children is expanded."""
-    untried: Untried | None = None
-    """Orders the untried actions of a node, best first, and may leave some out for now; None: the order of the proposal.
+    """k of progressive widening. 0: all actions of a node are tried before one of its children is expanded.
 
-    It is called often, and must be quick."""
+    Otherwise a node gets a further child only while it has fewer than k · √N(s), or if no other child can be descended
+    to."""
+    untried: Untried | None = None
+    """Orders the untried actions of a node, best first; None: the order of the proposal.
+
+    It may leave some out for now. It is called often, and must be quick."""
 
     def __post_init__(self) -> None:
         check(self, self.c >= 0, self.virtual_loss > 0, self.widening >= 0)
@@ -167,8 +169,11 @@ class BestOfN:
 
 @dataclass(frozen=True)
 class Beam:
-    """Beam search. It tries all actions of the nodes of a level, keeps the `width` children of the greatest values, and goes
-    on with these, `depth` levels deep."""
+    """Beam search.
+
+    It tries all actions of the nodes of a level, keeps the `width` children of the greatest values, and goes on with
+    these, `depth` levels deep.
+    """
 
     width: int
     depth: int
@@ -265,7 +270,7 @@ def open_edges(n: TreeNode) -> Iterator[Edge]:
 
 
 def descend(tree: Tree, batch: int, order: Callable[[TreeNode], Candidates]) -> Decision:
-    """Follows the best candidates until one can be expanded. If there is nothing on the way of the best, it takes the next."""
+    """Follows the best candidates until one can be expanded. If there is nothing on that way, it takes the next."""
     waiting = False
     at: TreeNode | None = tree.root
     above: list[tuple[TreeNode, Iterator[Edge | None], list[Action]]] = []
