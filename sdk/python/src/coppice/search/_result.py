@@ -5,43 +5,51 @@ from __future__ import annotations
 import html
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ._tree import Node
 
+GOAL_REACHED = "goal reached"
+BUDGET_SPENT = "budget spent"
+EXHAUSTED = "nothing left to try"
+
 
 @dataclass
 class SearchResult:
-    """The tree of a search, while it grows and afterwards."""
+    """What a search has found, afterwards or while it goes on."""
 
-    root: Node
-    problems: list[BaseException] = field(default_factory=list)
-    """Why actions failed, in the order in which they did."""
+    best: Node
+    """The node of the greatest value that is known; the first of equals. The root, if no value is known."""
+    tried: int
+    """How many actions this searcher has tried."""
+    end: str
+    """Why the search ended: "goal reached", "budget spent" or "nothing left to try". Empty while it goes on."""
+    problems: list[BaseException]
+    """Why actions could not be tried, in the order in which it happened. Each may have been tried again."""
+    snapshot: Callable[[], Node] = field(repr=False)
 
-    @property
-    def best(self) -> Node:
-        """The node of the highest score; the first of equals. The root, if nothing was found."""
-        found = [n for n in self.root.walk() if n is not self.root]
-        return max(found, key=lambda n: n.score) if found else self.root
-
-    @property
-    def steps(self) -> int:
-        return self.root.visits
+    @cached_property
+    def root(self) -> Node:
+        """A copy of the tree, as this searcher knows it when it is first asked for."""
+        return self.snapshot()
 
     def trajectories(self) -> list[dict[str, Any]]:
-        """For each leaf: the steps from the root to it, with their scores. For training."""
+        """For each leaf: the steps from the root to it, with their values. For training."""
         out = []
         for leaf in self.root.walk():
-            if leaf.children or leaf is self.root:
+            if leaf.children or leaf.parent is None:
                 continue
             path = [n for n in leaf.path() if n.action is not None][::-1]
             steps = [
-                {"checkpoint_id": n.checkpoint_id, "action": n.action.name if n.action else "", "score": n.score,
-                 "action_data": n.action.data if n.action else None, "data": n.data, "visits": n.visits, "value": n.value}
+                {"checkpoint_id": n.id, "action": n.action.name, "action_data": n.action.data, "value": n.value,
+                 "data": n.data, "visits": n.visits, "value_sum": n.value_sum}
                 for n in path
+                if n.action is not None
             ]
-            out.append({"root_id": self.root.checkpoint_id, "score": leaf.score, "terminal": leaf.terminal, "steps": steps})
+            out.append({"root_id": self.root.id, "value": leaf.value, "terminal": leaf.terminal, "steps": steps})
         return out
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> int:
@@ -53,16 +61,20 @@ class SearchResult:
         return len(lines)
 
     def render(self, limit: int = 200) -> str:
-        """The tree as text."""
-        best = set(self.best.path())
+        """The tree as text, of at most `limit` nodes. A star marks the way to the best one."""
+        best = {n.id for n in self.best.path()}
         lines = []
+        depth = {self.root.id: 0}
         for i, node in enumerate(self.root.walk()):
             if i == limit:
                 lines.append("…")
                 break
+            if node.parent is not None:
+                depth[node.id] = depth[node.parent.id] + 1
             name = one_line(node.action.name) if node.action else "root"
-            mark = "*" if node in best else " "
-            lines.append(f"{mark} {'  ' * node.depth}{name}  score {node.score:.3f}  mean {node.mean:.3f}  visits {node.visits}")
+            mark = "* " if node.id in best else "  "
+            numbers = f"value {node.value:.3f}  mean {node.mean:.3f}  visits {node.visits}"
+            lines.append(f"{mark}{'  ' * depth[node.id]}{name}  {numbers}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
