@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/devstack"
 	"github.com/coppice-dev/coppice/runner/hostport"
 )
 
@@ -60,6 +61,12 @@ func arrakisFlags(f *pflag.FlagSet, cfg *daemon.ArrakisConfig, listen, ports str
 	f.StringVar(&cfg.Image, "arrakis-image", "", "the `image` of new VMs of Arrakis' clients (default base)")
 	f.StringVar(&cfg.Ports, "arrakis-ports", ports, "the `ports` of each VM of Arrakis' clients that the runner's host forwards, as 5901=gui,5736-5740=code")
 	f.BoolVar(&cfg.OpenEgress, "arrakis-open-egress", false, "new VMs of Arrakis' clients reach everything (needs allow-all egress)")
+}
+
+// devArborFlags adds the flags of `coppice dev` for the calls of Arbor.
+func devArborFlags(f *pflag.FlagSet, cfg *devstack.Config) {
+	f.StringVar(&cfg.Arbor.Listen, "arbor-listen", "", "serve Arbor's clients on this `address` (default 127.0.0.1:7077, or a free port if --listen does not have port 7070); - for none")
+	f.BoolVar(&cfg.ArborNeedsKey, "arbor-require-key", false, "requests of Arbor's clients need a key; without this flag they need none, and --arbor-listen must be on loopback")
 }
 
 // secretFlags are the flags of servers with a controller for secrets.
