@@ -31,13 +31,13 @@ func (r *Runner) fenceExpired(ctx context.Context) {
 // sandboxes as dead, with the reason. The runner takes no work until the controller has answered again.
 func (r *Runner) Fence(ctx context.Context, why string) error {
 	r.lease.End()
-	r.prepared.Purge(ctx)
 	all := r.all()
 	if len(all) > 0 {
 		r.cfg.Log.ErrorContext(ctx, "runner is fenced: its sandboxes are ended", "count", len(all), "cause", why)
 	}
 	errs := make([]error, len(all))
 	var wg sync.WaitGroup
+	wg.Go(func() { r.prepared.Purge(ctx) }) // beside the sandboxes, whose end must not wait for it
 	for i, s := range all {
 		wg.Go(func() {
 			if errs[i] = s.end(ctx, why); errs[i] != nil {

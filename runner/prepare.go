@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/prepared"
 	"github.com/coppice-dev/coppice/runner/prepared/forecast"
 	"github.com/coppice-dev/coppice/runner/usage"
@@ -56,15 +57,17 @@ func (r *Runner) dismantlePrepared(ctx context.Context, m *preparedMachine) erro
 	return r.dismantle(ctx, m.shell)
 }
 
+// spareMemory is what must be free besides a prepared machine: as much as a small guest writes.
+const spareMemory = 1 << 30
+
 // idleForPreparing reports whether no fork is under way, and the host has room for another machine: memory as for a small guest that has written
 // all of its own, and disk beyond the floor.
 func (r *Runner) idleForPreparing() bool {
-	const memoryKiB = 1 << 20
 	if r.busy() || r.lease.Fenced() || r.runCtx.Err() != nil {
 		return false
 	}
 	available, err := procfs.KiB("/proc/meminfo", "MemAvailable")
-	if err != nil || available < memoryKiB {
+	if err != nil || available<<10 < spareMemory {
 		return false
 	}
 	free, err := r.room.Free()
@@ -85,20 +88,27 @@ func (r *Runner) expectForks(id core.SandboxID, c runnerapi.Checkpoint) {
 }
 
 // prepare restores a checkpoint into a shell, connects to the agent and gives the guest an identity that nobody will see, so that its code has
-// run once when a fork is asked for. Meanwhile the machine has the lowest share of the processors. Memory that the pager serves is left alone. An
+// run once when a fork is asked for. Then the machine is paused until a fork takes it. While it is prepared, it has the lowest share of the processors. Memory that the pager serves is left alone. An
 // agent that knows of no provisional reseal is only connected to.
 func (r *Runner) prepare(ctx context.Context, want forecast.Want) (_ *preparedMachine, err error) {
 	ckpt, err := r.checkpoints.Open(want.Checkpoint)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, ckpt.Close()) }()
+	defer func() {
+		if err := ckpt.Close(); err != nil {
+			r.cfg.Log.WarnContext(ctx, "checkpoint was not closed", "checkpoint_id", ckpt.ID, "err", err)
+		}
+	}()
 	sh, err := shapeOf(ckpt)
 	if err = errors.Join(err, r.compatible(ckpt.Checkpoint)); err != nil {
 		return nil, err
 	}
 	if ckpt.Memory.Arriving() {
 		return nil, errArriving
+	}
+	if available, err := procfs.KiB("/proc/meminfo", "MemAvailable"); err != nil || available<<10 < spareMemory+2*ckpt.DeltaBytes {
+		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "the host has too little memory for the %d bytes that differ from the base", ckpt.DeltaBytes)
 	}
 	s, err := r.newShell(ctx, sh, ckpt.Memory, nil)
 	if err != nil {
@@ -112,7 +122,12 @@ func (r *Runner) prepare(ctx context.Context, want forecast.Want) (_ *preparedMa
 		{does: "resume the machine", then: prepareResumed, do: s.machine.Resume},
 		{does: "connect to the agent", then: prepareConnected, do: func(ctx context.Context) error { return m.connect(ctx, r.cfg.GuestTimeout) }},
 		{does: "reseal it provisionally", then: prepareResealed, do: func(ctx context.Context) error { return m.practise(ctx, r) }},
+		// Its clock stops, so that timers of the workload and deadlines of sessions go on from the capture.
+		{does: "pause the machine", do: s.machine.Pause},
 	})
+	if err == nil && r.lease.Fenced() {
+		err = lease.ErrFenced
+	}
 	if err != nil {
 		if m.agent != nil {
 			_ = m.agent.Close()

@@ -78,14 +78,17 @@ func (m *restoration) restore(ctx context.Context) error {
 	return m.s.grow(ctx, m.child)
 }
 
-// claim makes a prepared machine one of the sandbox's: it gets its share of the processors, and its disk the size that the child wants.
+// claim makes a prepared machine one of the sandbox's: it gets its share of the processors, its disk the size that the child wants, and it goes on.
 func (m *restoration) claim(ctx context.Context) error {
 	m.s.setState(runnerapi.SandboxQuarantined)
 	m.agent = m.s.guest
 	if err := m.s.group.SetWeight(m.r.cfg.limits(m.s.shape.resources).Weight); err != nil {
 		return err
 	}
-	return m.s.grow(ctx, m.child)
+	if err := m.s.grow(ctx, m.child); err != nil {
+		return err
+	}
+	return m.s.machine.Resume(ctx)
 }
 
 func (m *restoration) assign(ctx context.Context) error {

@@ -69,8 +69,8 @@ func New[Machine any](cfg Config[Machine]) *Pool[Machine] {
 	return &Pool[Machine]{cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics()}
 }
 
-// Take takes a machine of a checkpoint out of the pool: no other caller gets it. One that does not fit the fork is of no use to later forks
-// either, and is taken down. ok is false if there is none.
+// Take takes a machine of a checkpoint out of the pool: no other caller gets it. One that has ended or does not fit is taken down, and counts as
+// lost. ok is false if there is none.
 func (p *Pool[Machine]) Take(id core.CheckpointID, fits func(m Machine) bool) (m Machine, ok bool) {
 	if p.cfg.Max == 0 {
 		return m, false
@@ -89,6 +89,7 @@ func (p *Pool[Machine]) Take(id core.CheckpointID, fits func(m Machine) bool) (m
 			return e.machine, true
 		}
 		p.useless = append(p.useless, e)
+		p.forecast.Lost(id, 1, p.cfg.Now())
 		p.look()
 	}
 	p.metrics.misses.Inc()
@@ -172,9 +173,8 @@ func (p *Pool[Machine]) retire() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := p.cfg.Now()
-	p.giveUp(func(e entry[Machine]) bool { return p.cfg.Dead(e.machine) })
 	old := map[core.CheckpointID]int{}
-	for _, e := range p.giveUp(func(e entry[Machine]) bool { return now.Sub(e.made) > maxAge }) {
+	for _, e := range p.giveUp(func(e entry[Machine]) bool { return p.cfg.Dead(e.machine) || now.Sub(e.made) > maxAge }) {
 		old[e.checkpoint]++
 	}
 	for id, n := range old {
@@ -264,7 +264,7 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 	p.mu.Lock()
 	p.making = nil
 	e := entry[Machine]{checkpoint: want.Checkpoint, machine: machine, made: p.cfg.Now()}
-	given := err != nil || p.closed || ctx.Err() != nil
+	unwanted := err != nil || p.closed || ctx.Err() != nil
 	switch {
 	case err != nil:
 		p.forecast.Failed(want.Checkpoint)
@@ -273,17 +273,17 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 		} else {
 			p.metrics.failed.Inc()
 		}
-	case !given:
+	case !unwanted:
 		p.ready = append(p.ready, e)
 	}
 	p.mu.Unlock()
 	switch {
 	case err != nil && ctx.Err() == nil && core.CategoryOf(err) != core.Exhausted:
 		p.cfg.Log.WarnContext(ctx, "machine was not prepared", "checkpoint_id", m.checkpoint, "err", err)
-	case err == nil && given:
+	case err == nil && unwanted:
 		p.takeDown(ctx, e)
 	}
-	return !given
+	return !unwanted
 }
 
 // MakeRoom takes down the oldest machine, or the one that is being made, for a fork that needs its place. It reports whether there was one.

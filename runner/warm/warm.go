@@ -168,9 +168,15 @@ func (p *Pool[Shape, Shell]) evict(ctx context.Context, shape Shape) bool {
 	return p.takeDown(ctx, s)
 }
 
-// MakeRoom takes down one shell of any shape, for a fork on a host that is full of idle shells.
+// MakeRoom takes down one shell of any shape, for a fork on a host that is full of idle shells. Dead ones go first.
 func (p *Pool[Shape, Shell]) MakeRoom(ctx context.Context) bool {
 	p.mu.Lock()
+	if n := len(p.dead); n > 0 {
+		s := p.dead[n-1]
+		p.dead = p.dead[:n-1]
+		p.mu.Unlock()
+		return p.takeDown(ctx, s)
+	}
 	var oldest Shape
 	var at time.Time
 	found := false
@@ -207,7 +213,7 @@ func (p *Pool[Shape, Shell]) add(ctx context.Context, shape Shape) bool {
 	return !closed
 }
 
-// Purge takes down the shells that match.
+// Purge takes down the shells that match, and dead ones.
 func (p *Pool[Shape, Shell]) Purge(ctx context.Context, of func(Shell) bool) {
 	p.mu.Lock()
 	var gone []Shell
@@ -222,6 +228,8 @@ func (p *Pool[Shape, Shell]) Purge(ctx context.Context, of func(Shell) bool) {
 		}
 		p.ready[shape] = keep
 	}
+	gone = append(gone, p.dead...)
+	p.dead = nil
 	p.mu.Unlock()
 	for _, s := range gone {
 		p.takeDown(ctx, s)
