@@ -188,7 +188,7 @@ func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc
 		return err
 	}
 	steps.Push("namespaces", h.Pool.Close)
-	rc.Network = sandboxnet.Of(h.Pool)
+	rc.Network = sandboxnet.Of(h.Pool, !cfg.Egress.Off)
 	mount, err := cgroup.Find()
 	if err != nil {
 		return err
