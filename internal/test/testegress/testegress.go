@@ -72,7 +72,7 @@ func serve(config io.Reader) error {
 	}
 	s, err := host.New(context.Background(), host.Config{
 		NamesAt: names,
-		Listen: listen, Spool: spool, UID: uint32(os.Geteuid()), //nolint:gosec // G115: the id of a user
+		Listen:  listen, Spool: spool, UID: uint32(os.Geteuid()), //nolint:gosec // G115: the id of a user
 		Log: slog.New(slog.NewTextHandler(os.Stderr, nil)), Private: cfg.Private,
 		Resolver: &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 			if cfg.Names == "" {
