@@ -39,7 +39,7 @@ func TestTryInChroot(t *testing.T) {
 			t.Parallel()
 			root := t.TempDir()
 			if err := os.Link(os.Args[0], filepath.Join(root, "test")); err != nil {
-				if out, err := exec.Command("cp", os.Args[0], filepath.Join(root, "test")).CombinedOutput(); err != nil { //nolint:noctx // it ends
+				if out, err := exec.CommandContext(t.Context(), "cp", os.Args[0], filepath.Join(root, "test")).CombinedOutput(); err != nil {
 					t.Fatal(err, string(out))
 				}
 			}
