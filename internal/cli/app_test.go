@@ -225,7 +225,11 @@ func TestPlainWords(t *testing.T) {
 		show := &cobra.Command{Use: "show THING", Args: cobra.ExactArgs(1), RunE: func(*cobra.Command, []string) error { return context.Canceled }}
 		show.Flags().Int("count", 0, "")
 		show.Flags().Duration("ttl", 0, "")
-		g.AddCommand(show)
+		g.AddCommand(show, &cobra.Command{Use: "read FILE", Args: cobra.ExactArgs(1), RunE: func(_ *cobra.Command, args []string) error {
+			b, err := os.ReadFile(args[0])
+			_ = b
+			return err
+		}})
 		return g
 	}
 	for _, c := range []struct {
@@ -241,6 +245,8 @@ func TestPlainWords(t *testing.T) {
 		{[]string{"thing"}, exit.Usage, `did you mean "coppice things"?`},
 		{[]string{"things", "show", "--colour", "a"}, exit.Usage, "Try 'coppice things show --help'."},
 		{[]string{"things", "show", "a"}, exit.Canceled, "coppice: interrupted\n"},
+		{[]string{"things", "read", "/nowhere/f"}, exit.NotFound, "coppice: there is no /nowhere/f on this machine"},
+		{[]string{"things", "read", "/"}, exit.BadInput, "/ on this machine is a directory, and a file is needed"},
 	} {
 		a, _, stderr := testApp(nil)
 		status := a.Run(t.Context(), c.args, group)
@@ -248,7 +254,7 @@ func TestPlainWords(t *testing.T) {
 		if status != c.status || !strings.Contains(said, c.says) {
 			t.Errorf("%v: exit status %d, %q; want %d and %q", c.args, status, said, c.status, c.says)
 		}
-		for _, raw := range []string{"strconv", "arg(s)", "context canceled", "dial tcp", "time: "} {
+		for _, raw := range []string{"strconv", "arg(s)", "context canceled", "dial tcp", "time: ", "open /", "read /"} {
 			if strings.Contains(said, raw) {
 				t.Errorf("%v: %q has raw text", c.args, said)
 			}

@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"strings"
 	"syscall"
@@ -34,11 +35,34 @@ func (a *App) explain(err error) error {
 				ShownAddress(a.tried.Server), a.tried.Origin, text)
 		}
 	}
+	if local := localFile(err); local != nil {
+		return local
+	}
 	if errors.Is(err, context.Canceled) && strings.HasSuffix(err.Error(), context.Canceled.Error()) {
 		before := strings.TrimSuffix(strings.TrimSuffix(err.Error(), context.Canceled.Error()), ": ")
 		return core.Errorf(core.Canceled, core.CodeCanceled, "%s", join(before, "interrupted"))
 	}
 	return err
+}
+
+// localFile says in words that a file of this machine cannot be used; nil for another error, and for one that says what was being done.
+func localFile(err error) error {
+	file, ok := errors.AsType[*fs.PathError](err)
+	if !ok || file.Error() != err.Error() {
+		return nil
+	}
+	path := core.Clip(file.Path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return core.Errorf(core.NotFound, core.CodeFileNotFound, "there is no %s on this machine", path)
+	case errors.Is(err, fs.ErrPermission):
+		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "this user may not use %s of this machine; choose another file, or run the command as the user who may", path)
+	case errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT):
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "there is no room left for %s on this machine; make room, or choose another place", path)
+	case errors.Is(err, syscall.EISDIR):
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "%s on this machine is a directory, and a file is needed", path)
+	}
+	return nil
 }
 
 func join(before, after string) string {

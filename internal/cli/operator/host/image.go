@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -34,12 +35,18 @@ func NewImageCommand(a *cli.App) *cobra.Command {
 func newImageBuildCommand(a *cli.App, dir *string) *cobra.Command {
 	var o build.Options
 	var env []string
-	var verbose bool
+	var verbose, noTools bool
+	var authorities []string
 	c := &cobra.Command{
 		Use:   "build",
 		Short: "Build an image from Debian packages, or from the output of docker export",
 		Long: `Build an image from Debian packages, or from the root file system that docker export wrote. Cached parts are not built again. If nothing
-changed, the command returns the existing image.`,
+changed, the command returns the existing image.
+
+An image from Debian packages has Python with pip and venv, git, curl, ping, less and an editor (nano). --no-tools leaves out ping, pip, venv,
+less and nano.
+
+--guest-ca-file makes the guests of the image trust an authority of yours, such as that of a company whose network intercepts TLS.`,
 		Example: "  coppice image build\n  coppice image build --name demo --package python3-toolz\n  docker export $(docker create alpine) | coppice image build --name alpine --from-tar -",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -54,7 +61,17 @@ changed, the command returns the existing image.`,
 			if err != nil {
 				return err
 			}
+			for _, file := range authorities {
+				text, err := os.ReadFile(file)
+				if err != nil {
+					return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "--guest-ca-file: %v", err)
+				}
+				o.Authorities += string(text) + "\n"
+			}
 			o.Stdin = a.Stdin
+			if !noTools && o.FromTar == "" {
+				o.Packages = append(o.Packages, build.ToolPackages()...)
+			}
 			if verbose {
 				o.Log = a.Stderr
 			}
@@ -78,9 +95,12 @@ changed, the command returns the existing image.`,
 	f.StringArrayVarP(&env, "env", "e", nil, "default environment of sessions, `KEY=VALUE`; may be repeated")
 	f.StringVar(&o.Suite, "suite", "", "Debian `release` (default: the host's)")
 	f.StringVar(&o.AgentBinary, "agent", "", "guest agent `file` (default: coppice-guest beside this program)")
+	f.StringArrayVar(&authorities, "guest-ca-file", nil, "PEM `file` with certificate authorities that guests trust, too; may be repeated")
+	f.BoolVar(&noTools, "no-tools", false, "leave out "+strings.Join(build.ToolPackages(), ", "))
 	f.BoolVar(&o.Rebuild, "rebuild", false, "build every part again")
 	f.BoolVarP(&verbose, "verbose", "v", false, "show the output of the programs that the build runs")
 	c.MarkFlagsMutuallyExclusive("from-tar", "package")
+	c.MarkFlagsMutuallyExclusive("from-tar", "guest-ca-file")
 	return c
 }
 
