@@ -4,7 +4,11 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -258,6 +262,39 @@ func TestPlainWords(t *testing.T) {
 			if strings.Contains(said, raw) {
 				t.Errorf("%v: %q has raw text", c.args, said)
 			}
+		}
+	}
+}
+
+// TestInterruptedRequest: of a request that a signal ended nothing is said but that.
+func TestInterruptedRequest(t *testing.T) {
+	t.Parallel()
+	ctx, end := context.WithCancelCause(t.Context())
+	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		end(errors.New("interrupt signal received"))
+		<-r.Context().Done()
+	}))
+	defer server.Close()
+	for before, want := range map[string]string{"": "coppice: interrupted\n", "copy a file": "coppice: copy a file: interrupted\n"} {
+		a, _, stderr := testApp(nil)
+		status := a.Run(ctx, []string{"ask"}, func(*App) *cobra.Command {
+			return &cobra.Command{Use: "ask", RunE: func(c *cobra.Command, _ []string) error {
+				req, err := http.NewRequestWithContext(c.Context(), http.MethodGet, server.URL, nil)
+				if err != nil {
+					return err
+				}
+				res, err := http.DefaultClient.Do(req)
+				if err == nil {
+					return res.Body.Close()
+				}
+				if before != "" {
+					err = fmt.Errorf("%s: %w", before, err)
+				}
+				return err
+			}}
+		})
+		if status != exit.Canceled || stderr.String() != want {
+			t.Errorf("status %d, %q; want %q", status, stderr, want)
 		}
 	}
 }

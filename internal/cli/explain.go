@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
+	"net/url"
 	"strings"
 	"syscall"
 
@@ -20,7 +21,7 @@ import (
 )
 
 // explain says in words what the libraries below say in their own: errors of the network, and an interrupt.
-func (a *App) explain(err error) error {
+func (a *App) explain(ctx context.Context, err error) error {
 	var own *core.Error
 	var api *coppice.Error
 	if err == nil || exit.IsMisuse(err) || errors.As(err, &own) || errors.As(err, &api) || errors.As(err, new(exit.StatusError)) {
@@ -38,8 +39,15 @@ func (a *App) explain(err error) error {
 	if local := localFile(err); local != nil {
 		return local
 	}
-	if errors.Is(err, context.Canceled) && strings.HasSuffix(err.Error(), context.Canceled.Error()) {
-		before := strings.TrimSuffix(strings.TrimSuffix(err.Error(), context.Canceled.Error()), ": ")
+	cause := context.Canceled
+	if ctx.Err() != nil && errors.Is(err, context.Cause(ctx)) { // a signal has a text of its own
+		cause = context.Cause(ctx)
+	}
+	if errors.Is(err, cause) && strings.HasSuffix(err.Error(), cause.Error()) {
+		if request, ok := errors.AsType[*url.Error](err); ok { // of its text the user has only the rest
+			err = errors.New(strings.Replace(err.Error(), request.Error(), cause.Error(), 1))
+		}
+		before := strings.TrimSuffix(strings.TrimSuffix(err.Error(), cause.Error()), ": ")
 		return core.Errorf(core.Canceled, core.CodeCanceled, "%s", join(before, "interrupted"))
 	}
 	return err
