@@ -299,6 +299,36 @@ func TestInterruptedRequest(t *testing.T) {
 	}
 }
 
+// TestNoKey: who has no key, or a wrong one, is told where keys come from.
+func TestNoKey(t *testing.T) {
+	t.Parallel()
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/problem+json")
+		w.WriteHeader(http.StatusUnauthorized)
+		_, _ = w.Write([]byte(`{"status":401,"code":"UNAUTHENTICATED","detail":"this route needs an API key: Authorization: Bearer <key>"}`))
+	}))
+	defer server.Close()
+	for token, want := range map[string]string{"": "wants a key, and this command has none; --token", "cpk_x": "does not know the key of this command"} {
+		args := []string{"ask", "--server", server.URL}
+		if token != "" {
+			args = append(args, "--token", token)
+		}
+		a, _, stderr := testApp(nil)
+		status := a.Run(t.Context(), args, func(a *App) *cobra.Command {
+			return &cobra.Command{Use: "ask", RunE: func(c *cobra.Command, _ []string) error {
+				client, err := a.Client()
+				if err == nil {
+					_, err = client.Checkpoint(c.Context(), "ckpt_1")
+				}
+				return err
+			}}
+		})
+		if status != exit.Permission || !strings.Contains(stderr.String(), want) || strings.Contains(stderr.String(), "Bearer") {
+			t.Errorf("token %q: status %d, %s", token, status, stderr)
+		}
+	}
+}
+
 // TestInterruptSaysHowToFollow: work that goes on without the command is named, with how to follow it.
 func TestInterruptSaysHowToFollow(t *testing.T) {
 	t.Parallel()

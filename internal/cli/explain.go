@@ -24,6 +24,9 @@ import (
 func (a *App) explain(ctx context.Context, err error) error {
 	var own *core.Error
 	var api *coppice.Error
+	if errors.As(err, &api) && string(api.Code) == string(core.CodeUnauthenticated) {
+		return a.noKey()
+	}
 	if err == nil || exit.IsMisuse(err) || errors.As(err, &own) || errors.As(err, &api) || errors.As(err, new(exit.StatusError)) {
 		return err
 	}
@@ -51,6 +54,17 @@ func (a *App) explain(ctx context.Context, err error) error {
 		return core.Errorf(core.Canceled, core.CodeCanceled, "%s", join(before, "interrupted"))
 	}
 	return err
+}
+
+// noKey says that the server wants a key, or another one.
+func (a *App) noKey() error {
+	const another = "--token, COPPICE_TOKEN or COPPICE_TOKEN_FILE has it, or a context: coppice context ls"
+	server := ShownAddress(a.tried.Server)
+	if a.tried.Token == "" {
+		return core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the server at %s (%s) wants a key, and this command has none; %s", server, a.tried.Origin, another)
+	}
+	return core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the server at %s (%s) does not know the key of this command: it may be another server's, have expired or be revoked; %s",
+		server, a.tried.Origin, another)
 }
 
 // localFile says in words that a file of this machine cannot be used; nil for another error, and for one that says what was being done.

@@ -18,7 +18,9 @@ func TestDescribe(t *testing.T) {
 		"the last lines":   {Exit{Status: "exit status 1", Log: many + "no such device", Console: many + "the end\n"}, "its VMM ended: exit status 1", []string{"no such device", "the end"}, 21, 21},
 		"a panic": {
 			Exit{Status: "exit status 0", Console: many + "[  639.7] Kernel panic - not syncing: sysrq triggered crash\n[  639.8] CPU: 0\n" + many + "[ 640.0] Kernel panic - not syncing: another\n"},
-			"its VMM ended: exit status 0, after a panic of the guest's kernel: sysrq triggered crash", []string{"console: [  639.7] Kernel panic", "CPU: 0"}, 11, 11,
+			"its VMM ended: exit status 0, after a panic of the guest's kernel: sysrq triggered crash",
+			[]string{"console: [  639.7] Kernel panic", "CPU: 0"},
+			11, 11,
 		},
 	} {
 		got := c.exit.Describe()
