@@ -6,7 +6,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -17,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 	"github.com/coppice-dev/coppice/internal/cli/render"
+	"github.com/coppice-dev/coppice/internal/cli/terminal"
 )
 
 // NewImageCommand makes the command "coppice image".
@@ -75,10 +78,16 @@ less and nano.
 			if verbose {
 				o.Log = a.Stderr
 			}
+			shown := func() {}
 			if !a.JSON {
-				o.Progress = func(e build.Event) { fmt.Fprintln(a.Stderr, buildStep(e)) }
+				steps := &buildSteps{a: a}
+				o.Progress = steps.print
+				if !verbose {
+					shown = a.WorkingOn(c.Context(), steps.current)
+				}
 			}
 			img, err := build.Image(c.Context(), store, o)
+			shown()
 			if err != nil {
 				return err
 			}
@@ -117,6 +126,40 @@ func agentBinary(path string) (string, error) {
 		return "", core.Wrapf(err, core.Invalid, core.CodeInvalidField, "there is no guest agent at %s; build it with \"make build\", or name another with --agent", path)
 	}
 	return filepath.Abs(path)
+}
+
+// buildSteps shows the steps of a build: each in a line, and on a terminal the one that takes longest, with its time, below them.
+type buildSteps struct {
+	a *cli.App
+
+	mu    sync.Mutex // guards what follows
+	begun []build.Event
+}
+
+func (s *buildSteps) print(e build.Event) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	same := func(other build.Event) bool { return other.Stage == e.Stage }
+	switch {
+	case e.Done:
+		s.begun = slices.DeleteFunc(s.begun, same)
+	case !slices.ContainsFunc(s.begun, same):
+		s.begun = append(s.begun, e)
+	}
+	if _, ok := terminal.Descriptor(s.a.Stderr); ok {
+		fmt.Fprint(s.a.Stderr, "\r\x1b[K") // the line of current
+	}
+	fmt.Fprintln(s.a.Stderr, buildStep(e))
+}
+
+// current is the step that began first and still goes on.
+func (s *buildSteps) current() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.begun) == 0 {
+		return "building"
+	}
+	return s.begun[0].Msg
 }
 
 func buildStep(e build.Event) string {
