@@ -121,6 +121,17 @@ func TestEgressVM(t *testing.T) {
 	wantSaid("curl -sS -m 20 https://a.example.com/fork", "failed")
 	wantSaid(unaware+python+"https://b.example.com/fork", "GET b.example.com/fork\n\nok")
 
+	// A sandbox that may reach everything has real addresses, from the name server that only the host reaches.
+	free := r.child()
+	free.Egress = core.EgressAllowAll
+	if f, err = r.Fork(t.Context(), runnerapi.Fork{CheckpointID: c.ID, Children: []runnerapi.Child{free}}); err != nil || f.Children[0].Problem != nil {
+		t.Fatalf("fork: %+v, %v", f, err)
+	}
+	id = free.SandboxID
+	o.Point("open.example.com", "203.0.113.77")
+	wantSaid("cat /etc/resolv.conf", "nameserver 10.83.0.1\nok")
+	wantSaid(`python3 -c 'import socket; print(socket.gethostbyname("open.example.com"))'`, "203.0.113.77\nok")
+
 	flows, _, err := r.Flows(t.Context(), 0)
 	if err != nil {
 		t.Fatal(err)

@@ -61,9 +61,12 @@ func newRig(t *testing.T, change func(*Config)) *rig {
 	}
 	cfg := Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: cluster, DataDir: filepath.Join(v.Path, "runner"), RunDir: runDir,
-		Driver: qemu.New(qemu.Config{}), Images: store, Network: sandboxnet.Of(pool), Log: log, FirstUID: 64100,
+		Driver: qemu.New(qemu.Config{}), Images: store, Log: log, FirstUID: 64100,
 	}
 	change(&cfg)
+	if cfg.Network == nil {
+		cfg.Network = sandboxnet.Of(pool, cfg.Egress != nil)
+	}
 	r, err := New(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)

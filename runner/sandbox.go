@@ -312,7 +312,7 @@ func (r *Runner) watch(s *sandbox) {
 	exit := s.machine.Exit()
 	info := s.snapshot()
 	info.State = runnerapi.SandboxDead
-	info.Exit = describeExit(exit.Status, exit.Log, exit.Console)
+	info.Exit = exit.Describe()
 	s.mu.Lock()
 	why := s.why
 	s.mu.Unlock()
@@ -335,20 +335,6 @@ func (r *Runner) watch(s *sandbox) {
 		r.cfg.Log.Error("dead sandbox was not taken down", "sandbox_id", info.ID, "err", err)
 	}
 	r.wake()
-}
-
-func describeExit(status, log, console string) string {
-	var b strings.Builder
-	fmt.Fprintf(&b, "its VMM ended: %s", status)
-	for _, part := range []struct{ name, text string }{{"VMM log", log}, {"console", console}} {
-		text := strings.TrimSpace(part.text)
-		if text == "" {
-			continue
-		}
-		lines := strings.Split(text, "\n")
-		fmt.Fprintf(&b, "\n%s: %s", part.name, strings.Join(lines[max(0, len(lines)-10):], "\n"))
-	}
-	return b.String()
 }
 
 // Guest returns a handler for the public routes of a sandbox's agent. fail answers if the guest cannot be reached.

@@ -133,7 +133,7 @@ func (r *Runner) bootShell(ctx context.Context, sh *shell) (*guest.Client, error
 		select {
 		case <-sh.machine.Done():
 			exit := sh.machine.Exit()
-			dead(core.Errorf(core.Unavailable, core.CodeVMMFailed, "%s", describeExit(exit.Status, exit.Log, exit.Console)))
+			dead(core.Errorf(core.Unavailable, core.CodeVMMFailed, "%s", exit.Describe()))
 		case <-r.runCtx.Done():
 			dead(errStopping)
 		case <-ctx.Done():

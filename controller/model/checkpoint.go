@@ -164,4 +164,4 @@ type StoredObject struct {
 }
 
 // ErrNoStore says that there is no store for checkpoints.
-var ErrNoStore error = core.Errorf(core.Invalid, core.CodeUnsupported, "no store is configured, so nothing is sealed; start controllers and runners with --store")
+var ErrNoStore error = core.Errorf(core.Invalid, core.CodeUnsupported, "no store is configured, so nothing is sealed; start coppice dev, or all controllers and runners, with --store dir:/path or s3://bucket: what was captured before is sealed, too")

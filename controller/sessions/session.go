@@ -238,7 +238,7 @@ func (k *Keeper) ReachSession(ctx context.Context, project core.ProjectID, id co
 		return row, w, w.NotReady()
 	}
 	if w.Sandbox.ID != row.SandboxID {
-		return row, w, core.Errorf(core.NotFound, core.CodeSessionNotFound, "session %s ended with its epoch of workspace %s", id, w.ID)
+		return row, w, core.Errorf(core.NotFound, core.CodeSessionNotFound, "session %s ended with the machine that it ran in: workspace %s was restored, or its machine was lost; list what runs there now: coppice session ls %[2]s", id, w.ID)
 	}
 	return row, w, w.Reachable()
 }

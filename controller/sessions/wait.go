@@ -135,7 +135,7 @@ func (k *Keeper) standing(ctx context.Context, row model.Session, s model.Sandbo
 		if w.Sandbox.ID == row.SandboxID {
 			return w.Sandbox, false, nil
 		}
-		return s, false, core.Errorf(core.NotFound, core.CodeSessionNotFound, "session %s ended with its epoch of workspace %s", row.ID, w.ID)
+		return s, false, core.Errorf(core.NotFound, core.CodeSessionNotFound, "session %s ended with the machine that it ran in: workspace %s was restored, or its machine was lost; list what runs there now: coppice session ls %[2]s", row.ID, w.ID)
 	case core.WorkspaceCreating, core.WorkspaceQuarantined, core.WorkspaceTerminating, core.WorkspaceTerminated, core.WorkspaceFailed, core.WorkspaceLost:
 	}
 	return s, false, nil

@@ -9,8 +9,8 @@ import (
 )
 
 // Version is the version of this protocol. A process of version 1 hands over records of any length, even too long for a
-// message: a runner replaces such a process.
-const Version = 2
+// message, and one of version 2 does not know Names: a runner replaces such a process.
+const Version = 3
 
 // Hello identifies the process.
 type Hello struct {
@@ -26,6 +26,7 @@ type Sandbox struct {
 	ID    core.SandboxID        `json:"id"`
 	Epoch int64                 `json:"epoch"`
 	Rules runnerapi.EgressRules `json:"rules"`
+	Names bool                  `json:"names,omitempty"` // only its resolver is served, which asks the name servers of the host
 }
 
 // Sockets is the number of descriptors that come with a sandbox, in this order: the listener of the proxy, the listener

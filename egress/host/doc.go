@@ -1,6 +1,7 @@
 // Package host is the egress process of a host. It serves the sandboxes that the host's runner
 // hands to it, each by the sockets that the runner has opened in the sandbox's namespace. It keeps
-// the records of their flows until the runner has reported them to the controller.
+// the records of their flows until the runner has reported them to the controller. For a sandbox
+// that may reach everything it only answers questions for names.
 //
 // The process runs as its own user without privileges, because it parses what guests send. It and
 // its tunnels go on when its runner ends. When the process itself ends, its sockets close, and

@@ -19,6 +19,7 @@ import (
 // sandbox is one that the process serves.
 type sandbox struct {
 	epoch    int64
+	names    bool // only its resolver is served
 	resolver *resolver.Server
 	policy   atomic.Pointer[policy.Policy]
 
@@ -76,11 +77,19 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b := &sandbox{epoch: sb.Epoch, version: sb.Rules.Version, lacks: r.lacks}
+	b := &sandbox{epoch: sb.Epoch, names: sb.Names, version: sb.Rules.Version, lacks: r.lacks}
 	b.policy.Store(&r.Policy)
-	b.resolver = resolver.Serve(resolver.Config{
-		Policy: func() policy.Policy { return *b.policy.Load() }, Log: s.cfg.Log.With("sandbox_id", sb.ID), Count: s.stats.answered,
-	}, on.udp, on.tcp)
+	cfg := resolver.Config{Policy: func() policy.Policy { return *b.policy.Load() }, Log: s.cfg.Log.With("sandbox_id", sb.ID), Count: s.stats.answered}
+	if sb.Names {
+		if err := errors.Join(on.explicit.Close(), on.transparent.Close()); err != nil {
+			return errors.Join(err, on.tcp.Close(), on.udp.Close())
+		}
+		cfg.Servers = s.names
+		b.resolver = resolver.Serve(cfg, on.udp, on.tcp)
+		s.sandboxes[sb.ID] = b
+		return nil
+	}
+	b.resolver = resolver.Serve(cfg, on.udp, on.tcp)
 	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Rules: r.Rules, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
 		return errors.Join(err, b.resolver.Close())
 	}
@@ -110,8 +119,10 @@ func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error 
 	if rules.Version < b.version || rules.Version == b.version && r.lacks && !b.lacks {
 		return nil
 	}
-	if _, err := s.proxy.SetRules(id, r.Rules); err != nil {
-		return err // the old rules are in force, of the old version
+	if !b.names {
+		if _, err := s.proxy.SetRules(id, r.Rules); err != nil {
+			return err // the old rules are in force, of the old version
+		}
 	}
 	b.policy.Store(&r.Policy) // afterwards: no name resolves that the proxy does not allow yet
 	b.version, b.lacks = rules.Version, r.lacks

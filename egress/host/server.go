@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/egress/proxy"
+	"github.com/coppice-dev/coppice/egress/resolver"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
@@ -36,6 +37,7 @@ type Config struct {
 	Own      []netip.Prefix // networks of this installation; they may not be reached, nor may any address of this host
 	Servers  []string       // names of other hosts of this installation; their addresses may not be reached
 	Resolver proxy.Resolver // default: the host's
+	NamesAt  []string       // name servers, host:port, that answer sandboxes that may reach everything; default: the host's
 	Alone    time.Duration  // the process ends after this time without a runner; default 15 min
 	Roots    *x509.CertPool // for the certificates of hosts with grants; default: those of this machine
 	Denied   time.Duration  // how long denied flows of one kind are counted together; default 1 min
@@ -57,6 +59,7 @@ type Server struct {
 	spool  *spool
 	denied *denials
 	proxy  *proxy.Server
+	names  func() []string // the name servers for sandboxes that may reach everything
 	stats  counters
 	alone  *alone
 	stop   context.CancelFunc
@@ -80,7 +83,10 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 	if cfg.Resolver == nil {
 		cfg.Resolver = net.DefaultResolver
 	}
-	s := &Server{cfg: cfg, id: rand.Text(), sandboxes: map[core.SandboxID]*sandbox{}}
+	s := &Server{cfg: cfg, id: rand.Text(), sandboxes: map[core.SandboxID]*sandbox{}, names: func() []string { return cfg.NamesAt }}
+	if len(cfg.NamesAt) == 0 {
+		s.names = resolver.HostServers("/etc/resolv.conf")
+	}
 	var err error
 	if s.keys, err = grant.NewKeys(); err != nil {
 		return nil, err

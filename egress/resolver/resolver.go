@@ -16,8 +16,10 @@ import (
 
 // Config describes the resolver of one sandbox.
 type Config struct {
-	Policy func() policy.Policy // returns the current policy; required
-	Log    *slog.Logger         // required
+	Policy func() policy.Policy // returns the current policy; required, unless there is Servers
+	// Servers returns the name servers that answer, host:port, the first that is to be asked first. nil: the policy answers, and nobody is asked.
+	Servers func() []string
+	Log     *slog.Logger // required
 	// Rate bounds the questions in one second, default 200; further questions get no answer.
 	Rate int
 	// Count is called for each answered question, with the kind of answer; nil: not called.
@@ -33,6 +35,8 @@ const (
 	NotFound Answer = "not_found" // the policy does not allow the name
 	Refused  Answer = "refused"   // it was not a question for an address
 	Limited  Answer = "limited"   // there were too many questions
+	Relayed  Answer = "relayed"   // what a name server answered
+	Failed   Answer = "failed"    // no name server answered
 )
 
 // TTL is the time for which a guest may cache an address. The address never changes; a short TTL lets programs notice
@@ -46,6 +50,7 @@ type Server struct {
 	udp   *dns.Server
 	tcp   *dns.Server
 	wg    sync.WaitGroup
+	relay *relay // nil: the policy answers
 }
 
 // Serve begins to answer on two sockets. The server owns them from now on.
@@ -54,6 +59,9 @@ func Serve(cfg Config, udp net.PacketConn, tcp net.Listener) *Server {
 		cfg.Rate = 200
 	}
 	s := &Server{cfg: cfg, limit: rate.NewLimiter(rate.Limit(cfg.Rate), cfg.Rate)}
+	if cfg.Servers != nil {
+		s.relay = newRelay(cfg.Servers)
+	}
 	const slow = 5 * time.Second
 	s.udp = &dns.Server{PacketConn: udp, Handler: s, UDPSize: 1232}
 	s.tcp = &dns.Server{Listener: &bounded{Listener: tcp, room: make(chan struct{}, 16)}, Handler: s, ReadTimeout: slow, WriteTimeout: slow, IdleTimeout: func() time.Duration { return slow }, MaxTCPQueries: 100}
@@ -74,6 +82,9 @@ func Serve(cfg Config, udp net.PacketConn, tcp net.Listener) *Server {
 func (s *Server) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
+	if s.relay != nil {
+		s.relay.stop()
+	}
 	err := errors.Join(s.udp.ShutdownContext(ctx), s.tcp.ShutdownContext(ctx))
 	s.wg.Wait()
 	return err
@@ -85,8 +96,17 @@ func (s *Server) ServeDNS(w dns.ResponseWriter, q *dns.Msg) {
 		s.count(Limited)
 		return
 	}
-	m, what := answer(s.cfg.Policy(), q)
+	var m *dns.Msg
+	var what Answer
+	if s.relay != nil {
+		m, what = s.relay.answer(q, w.RemoteAddr().Network())
+	} else {
+		m, what = answer(s.cfg.Policy(), q)
+	}
 	s.count(what)
+	if m == nil {
+		return
+	}
 	if err := w.WriteMsg(m); err != nil {
 		s.cfg.Log.Debug("an answer was not sent", "err", err)
 	}

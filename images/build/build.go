@@ -23,6 +23,11 @@ func BasePackages() []string {
 	return []string{"ca-certificates", "curl", "git", "iproute2", "procps", "python3"}
 }
 
+// ToolPackages are the packages that people and agents look for first in a machine of theirs. coppice image build adds them, unless it is asked not to.
+func ToolPackages() []string {
+	return []string{"iputils-ping", "less", "nano", "python3-pip", "python3-venv"}
+}
+
 // Options say what to build.
 type Options struct {
 	// Name under which the image is published; images.DefaultName if empty.
@@ -31,6 +36,8 @@ type Options struct {
 	AgentBinary string
 	// Packages are Debian packages on top of BasePackages. Not with FromTar.
 	Packages []string
+	// Authorities are certificates in PEM form of authorities that the guest trusts, beside Debian's. Not with FromTar.
+	Authorities string
 	// Suite is the Debian release; empty for the host's. It must be among the host's apt sources. An image from a tar
 	// takes only its kernel from there.
 	Suite string
@@ -110,6 +117,12 @@ func (o Options) validate() (Options, error) {
 	}
 	if o.FromTar != "" && len(o.Packages) > 0 {
 		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "packages cannot be added to an image from a tar; install them in the Dockerfile")
+	}
+	if o.FromTar != "" && o.Authorities != "" {
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "certificate authorities cannot be added to an image from a tar; add them in the Dockerfile")
+	}
+	if _, err := checkAuthorities(o.Authorities); err != nil {
+		return o, err
 	}
 	if o.FromTar == "-" && o.Stdin == nil {
 		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "the archive must come from standard input, and there is no standard input")

@@ -25,6 +25,8 @@ type rootInput struct {
 	Excludes  []string          `json:"excludes,omitempty"`
 	TarDigest core.Digest       `json:"tar_digest,omitempty"`
 	Env       map[string]string `json:"env,omitempty"`
+
+	Authorities []string `json:"authorities,omitempty"`
 }
 
 // rootFacts are the facts about a finished root file system.
@@ -41,7 +43,9 @@ func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error
 	if b.source == images.SourceDebian {
 		in.Suite, in.Sources, in.Requested, in.Packages = b.apt.suite, string(b.apt.deb822()), b.o.Packages, r.Packages
 		in.Excludes = dpkgExcludes
-		return in, nil
+		var err error
+		in.Authorities, err = checkAuthorities(b.o.Authorities)
+		return in, err
 	}
 	if b.o.FromTar == "-" {
 		return in, nil
@@ -192,8 +196,13 @@ func (b *builder) debianTree(ctx context.Context, in rootInput, tree string) ([]
 	for _, o := range dpkgExcludes {
 		args = append(args, "--dpkgopt="+o)
 	}
+	hooks, err := authorityHooks(in.Authorities, filepath.Join(b.tmp, "authorities"))
+	if err != nil {
+		return nil, err
+	}
+	args = append(args, hooks...)
 	args = append(args, in.Suite, tree, b.apt.sourcesFile())
-	if err := run(ctx, tool{name: "unshare", args: args, dir: "/", log: b.log, leaves: true, needs: []string{tree, b.apt.sourcesFile(), os.TempDir()}}); err != nil {
+	if err := run(ctx, tool{name: "unshare", args: args, dir: "/", log: b.log, leaves: true, needs: []string{tree, b.apt.sourcesFile(), b.tmp, os.TempDir()}}); err != nil {
 		return nil, fmt.Errorf("install packages: %w", err)
 	}
 	raw, err := os.ReadFile(filepath.Join(tree, "var", "lib", "dpkg", "status"))

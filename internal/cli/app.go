@@ -48,7 +48,7 @@ func (a *App) Run(ctx context.Context, args []string, commands ...func(*App) *co
 		err = exit.Misuse(err)
 	}
 	a.ran = c.CommandPath()
-	return a.Report(a.explain(err))
+	return a.Report(a.explain(ctx, err))
 }
 
 // Root makes the root command, with the given commands below it and the global flags.

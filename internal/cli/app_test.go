@@ -4,7 +4,11 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -225,7 +229,11 @@ func TestPlainWords(t *testing.T) {
 		show := &cobra.Command{Use: "show THING", Args: cobra.ExactArgs(1), RunE: func(*cobra.Command, []string) error { return context.Canceled }}
 		show.Flags().Int("count", 0, "")
 		show.Flags().Duration("ttl", 0, "")
-		g.AddCommand(show)
+		g.AddCommand(show, &cobra.Command{Use: "read FILE", Args: cobra.ExactArgs(1), RunE: func(_ *cobra.Command, args []string) error {
+			b, err := os.ReadFile(args[0])
+			_ = b
+			return err
+		}})
 		return g
 	}
 	for _, c := range []struct {
@@ -241,6 +249,8 @@ func TestPlainWords(t *testing.T) {
 		{[]string{"thing"}, exit.Usage, `did you mean "coppice things"?`},
 		{[]string{"things", "show", "--colour", "a"}, exit.Usage, "Try 'coppice things show --help'."},
 		{[]string{"things", "show", "a"}, exit.Canceled, "coppice: interrupted\n"},
+		{[]string{"things", "read", "/nowhere/f"}, exit.NotFound, "coppice: there is no /nowhere/f on this machine"},
+		{[]string{"things", "read", "/"}, exit.BadInput, "/ on this machine is a directory, and a file is needed"},
 	} {
 		a, _, stderr := testApp(nil)
 		status := a.Run(t.Context(), c.args, group)
@@ -248,10 +258,73 @@ func TestPlainWords(t *testing.T) {
 		if status != c.status || !strings.Contains(said, c.says) {
 			t.Errorf("%v: exit status %d, %q; want %d and %q", c.args, status, said, c.status, c.says)
 		}
-		for _, raw := range []string{"strconv", "arg(s)", "context canceled", "dial tcp", "time: "} {
+		for _, raw := range []string{"strconv", "arg(s)", "context canceled", "dial tcp", "time: ", "open /", "read /"} {
 			if strings.Contains(said, raw) {
 				t.Errorf("%v: %q has raw text", c.args, said)
 			}
+		}
+	}
+}
+
+// TestInterruptedRequest: of a request that a signal ended nothing is said but that.
+func TestInterruptedRequest(t *testing.T) {
+	t.Parallel()
+	ctx, end := context.WithCancelCause(t.Context())
+	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		end(errors.New("interrupt signal received"))
+		<-r.Context().Done()
+	}))
+	defer server.Close()
+	for before, want := range map[string]string{"": "coppice: interrupted\n", "copy a file": "coppice: copy a file: interrupted\n"} {
+		a, _, stderr := testApp(nil)
+		status := a.Run(ctx, []string{"ask"}, func(*App) *cobra.Command {
+			return &cobra.Command{Use: "ask", RunE: func(c *cobra.Command, _ []string) error {
+				req, err := http.NewRequestWithContext(c.Context(), http.MethodGet, server.URL, nil)
+				if err != nil {
+					return err
+				}
+				res, err := http.DefaultClient.Do(req)
+				if err == nil {
+					return res.Body.Close()
+				}
+				if before != "" {
+					err = fmt.Errorf("%s: %w", before, err)
+				}
+				return err
+			}}
+		})
+		if status != exit.Canceled || stderr.String() != want {
+			t.Errorf("status %d, %q; want %q", status, stderr, want)
+		}
+	}
+}
+
+// TestNoKey: who has no key, or a wrong one, is told where keys come from.
+func TestNoKey(t *testing.T) {
+	t.Parallel()
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/problem+json")
+		w.WriteHeader(http.StatusUnauthorized)
+		_, _ = w.Write([]byte(`{"status":401,"code":"UNAUTHENTICATED","detail":"this route needs an API key: Authorization: Bearer <key>"}`))
+	}))
+	defer server.Close()
+	for token, want := range map[string]string{"": "wants a key, and this command has none; --token", "cpk_x": "does not know the key of this command"} {
+		args := []string{"ask", "--server", server.URL}
+		if token != "" {
+			args = append(args, "--token", token)
+		}
+		a, _, stderr := testApp(nil)
+		status := a.Run(t.Context(), args, func(a *App) *cobra.Command {
+			return &cobra.Command{Use: "ask", RunE: func(c *cobra.Command, _ []string) error {
+				client, err := a.Client()
+				if err == nil {
+					_, err = client.Checkpoint(c.Context(), "ckpt_1")
+				}
+				return err
+			}}
+		})
+		if status != exit.Permission || !strings.Contains(stderr.String(), want) || strings.Contains(stderr.String(), "Bearer") {
+			t.Errorf("token %q: status %d, %s", token, status, stderr)
 		}
 	}
 }

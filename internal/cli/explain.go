@@ -6,7 +6,9 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
+	"net/url"
 	"strings"
 	"syscall"
 
@@ -19,9 +21,12 @@ import (
 )
 
 // explain says in words what the libraries below say in their own: errors of the network, and an interrupt.
-func (a *App) explain(err error) error {
+func (a *App) explain(ctx context.Context, err error) error {
 	var own *core.Error
 	var api *coppice.Error
+	if errors.As(err, &api) && string(api.Code) == string(core.CodeUnauthenticated) {
+		return a.noKey()
+	}
 	if err == nil || exit.IsMisuse(err) || errors.As(err, &own) || errors.As(err, &api) || errors.As(err, new(exit.StatusError)) {
 		return err
 	}
@@ -34,11 +39,52 @@ func (a *App) explain(err error) error {
 				ShownAddress(a.tried.Server), a.tried.Origin, text)
 		}
 	}
-	if errors.Is(err, context.Canceled) && strings.HasSuffix(err.Error(), context.Canceled.Error()) {
-		before := strings.TrimSuffix(strings.TrimSuffix(err.Error(), context.Canceled.Error()), ": ")
+	if local := localFile(err); local != nil {
+		return local
+	}
+	cause := context.Canceled
+	if ctx.Err() != nil && errors.Is(err, context.Cause(ctx)) { // a signal has a text of its own
+		cause = context.Cause(ctx)
+	}
+	if errors.Is(err, cause) && strings.HasSuffix(err.Error(), cause.Error()) {
+		if request, ok := errors.AsType[*url.Error](err); ok { // of its text the user has only the rest
+			err = errors.New(strings.Replace(err.Error(), request.Error(), cause.Error(), 1))
+		}
+		before := strings.TrimSuffix(strings.TrimSuffix(err.Error(), cause.Error()), ": ")
 		return core.Errorf(core.Canceled, core.CodeCanceled, "%s", join(before, "interrupted"))
 	}
 	return err
+}
+
+// noKey says that the server wants a key, or another one.
+func (a *App) noKey() error {
+	const another = "--token, COPPICE_TOKEN or COPPICE_TOKEN_FILE has it, or a context: coppice context ls"
+	server := ShownAddress(a.tried.Server)
+	if a.tried.Token == "" {
+		return core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the server at %s (%s) wants a key, and this command has none; %s", server, a.tried.Origin, another)
+	}
+	return core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the server at %s (%s) does not know the key of this command: it may be another server's, have expired or be revoked; %s",
+		server, a.tried.Origin, another)
+}
+
+// localFile says in words that a file of this machine cannot be used; nil for another error, and for one that says what was being done.
+func localFile(err error) error {
+	file, ok := errors.AsType[*fs.PathError](err)
+	if !ok || file.Error() != err.Error() {
+		return nil
+	}
+	path := core.Clip(file.Path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return core.Errorf(core.NotFound, core.CodeFileNotFound, "there is no %s on this machine", path)
+	case errors.Is(err, fs.ErrPermission):
+		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "this user may not use %s of this machine; choose another file, or run the command as the user who may", path)
+	case errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT):
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "there is no room left for %s on this machine; make room, or choose another place", path)
+	case errors.Is(err, syscall.EISDIR):
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "%s on this machine is a directory, and a file is needed", path)
+	}
+	return nil
 }
 
 func join(before, after string) string {

@@ -139,7 +139,7 @@ func RunEgress(ctx context.Context, config io.Reader, log *slog.Logger) (err err
 	}
 	server, err := host.New(ctx, host.Config{
 		Roots:  roots,
-		Listen: listen, Spool: spool, Log: log, UID: cfg.Runner, MaxSpool: cfg.MaxSpool, Private: cfg.Private, Own: cfg.Own, Servers: cfg.Servers, Resolver: namesAt(cfg.Resolver),
+		Listen: listen, Spool: spool, Log: log, UID: cfg.Runner, MaxSpool: cfg.MaxSpool, Private: cfg.Private, Own: cfg.Own, Servers: cfg.Servers, Resolver: namesAt(cfg.Resolver), NamesAt: serversAt(cfg.Resolver),
 	})
 	if err != nil {
 		return errors.Join(fmt.Errorf("open the egress process: %w", err), listen.Close())
@@ -176,6 +176,14 @@ func surrender(uid uint32) error {
 		}
 	}
 	return unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
+}
+
+// serversAt are the name servers for sandboxes that may reach everything; nil: the host's.
+func serversAt(server string) []string {
+	if server == "" {
+		return nil
+	}
+	return []string{server}
 }
 
 // namesAt asks one name server; without any it is the host's way.

@@ -18,6 +18,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/hostcheck"
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/cgroup"
@@ -174,6 +175,9 @@ func TrashDir(dataDir string) (string, error) {
 func runnerDir(path string) string { return filepath.Join(path, "runner") }
 
 func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc *runner.Config, steps *undo.Stack) error {
+	if err := hostcheck.Jail(ctx); err != nil { // otherwise every fork fails
+		return err
+	}
 	files, err := volume.Open(ctx, cfg.DataDir, cfg.DiskBudget, cfg.Log)
 	if err != nil {
 		return err
@@ -188,7 +192,7 @@ func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc
 		return err
 	}
 	steps.Push("namespaces", h.Pool.Close)
-	rc.Network = sandboxnet.Of(h.Pool)
+	rc.Network = sandboxnet.Of(h.Pool, !cfg.Egress.Off)
 	mount, err := cgroup.Find()
 	if err != nil {
 		return err

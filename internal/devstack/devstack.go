@@ -38,6 +38,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/hostcheck"
 	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/undo"
@@ -100,6 +101,11 @@ func Run(ctx context.Context, cfg Config, ready func(Ready) error) (err error) {
 	if os.Geteuid() != 0 {
 		return core.Errorf(core.PermissionDenied, core.CodeUnsupported,
 			"coppice dev needs root: it makes network namespaces and runs every VM under a user of its own; run it with sudo")
+	}
+	if cfg.Machines == nil {
+		if err := hostcheck.Jail(ctx); err != nil {
+			return err
+		}
 	}
 	s := &stack{cfg: cfg, log: cfg.Log}
 	defer func() {

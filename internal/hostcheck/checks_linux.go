@@ -40,6 +40,7 @@ func Checks(cfg Config) []Check {
 	}
 	checks = append(checks, f.isolation(f.controllers())...)
 	return append(checks,
+		jails,
 		networkNamespaces,
 		rules,
 		tap,

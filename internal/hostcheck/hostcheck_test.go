@@ -54,7 +54,7 @@ func TestThisHost(t *testing.T) {
 		}
 		seen[r.Name] = r.Status
 	}
-	for _, name := range []string{"root", "network-namespaces", "nftables", "tap"} {
+	for _, name := range []string{"root", "jail", "network-namespaces", "nftables", "tap"} {
 		require.That(t, "netns", seen[name] == OK, "see coppice doctor about "+name)
 	}
 }
@@ -63,7 +63,7 @@ func TestNothingIsLeft(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
 	dir := t.TempDir()
-	for _, check := range []Check{rules, tap, networkNamespaces, files{dev: "/dev"}.reflink(dir)} {
+	for _, check := range []Check{jails, rules, tap, networkNamespaces, files{dev: "/dev"}.reflink(dir)} {
 		check(t.Context())
 	}
 	left, err := os.ReadDir(dir)

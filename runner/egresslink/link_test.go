@@ -34,12 +34,12 @@ func TestOnlyWhatWasGiven(t *testing.T) {
 	if err := making.SetRules(t.Context(), rulesOf(1)); core.CodeOf(err) != core.CodeWorkspaceNotReady || len(making.recorded) != 0 {
 		t.Errorf("rules for a sandbox in the making: %v, recorded %v", err, making.recorded)
 	}
-	open := r.list(nil)
-	open.SetFirst(core.EgressAllowAll, rulesOf(0))
-	if err := open.Serve(t.Context()); err != nil {
+	closed := r.list(nil)
+	closed.SetFirst(core.EgressDenyAll, rulesOf(0))
+	if err := closed.Serve(t.Context()); err != nil {
 		t.Error(err)
 	}
-	open.Adopt()
+	closed.Adopt()
 	wrong := r.list(nil)
 	wrong.SetFirst(core.EgressProxied, rulesOf(1, "not a host"))
 	if err := wrong.Serve(t.Context()); core.CategoryOf(err) != core.Invalid {
@@ -64,7 +64,7 @@ func TestOnlyWhatWasGiven(t *testing.T) {
 	}
 	testegress.Want(t, forgotten.sockets.Proxy(), "a.test", 0)
 	testegress.Want(t, adopted.sockets.Proxy(), "b.test", allowed)
-	for _, s := range []*guest{making, open} {
+	for _, s := range []*guest{making, closed} {
 		if at := s.sockets.Proxy(); at != "" {
 			t.Errorf("sockets of a sandbox that was not given are open at %s", at)
 		}

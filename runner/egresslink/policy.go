@@ -19,6 +19,12 @@ func (l *Link) OpenedWith(p core.EgressPolicy) core.EgressPolicy {
 	return p
 }
 
+// serves reports whether the process serves sandboxes whose namespaces are opened with a policy: those that are proxied, and the names of those
+// that may reach everything.
+func (l *Link) serves(opened core.EgressPolicy) bool {
+	return opened == core.EgressProxied || opened == core.EgressAllowAll && l.cfg.Process != nil
+}
+
 // CheckRules refuses rules that this runner could not enforce for a sandbox whose namespace is opened with a policy.
 func CheckRules(opened core.EgressPolicy, rules runnerapi.EgressRules) error {
 	if opened != core.EgressProxied && len(rules.Allow)+len(rules.Grants) > 0 && opened != core.EgressAllowAll {

@@ -21,7 +21,7 @@ import (
 type Namespace interface {
 	Assign(ctx context.Context, id core.Identity) error
 	Open(ctx context.Context, policy core.EgressPolicy) error
-	// EgressSockets opens the sockets that the egress process serves for a namespace under core.EgressProxied.
+	// EgressSockets opens the sockets that the egress process serves for a namespace under core.EgressProxied or core.EgressAllowAll.
 	EgressSockets(ctx context.Context) (netns.EgressSockets, error)
 	// Check compares the rules in the kernel with those that were applied. If they differ, it cuts the guest off until Open and returns
 	// netns.ErrRulesDiffer.
@@ -70,13 +70,13 @@ func (s *Sandbox) SetFirst(opened core.EgressPolicy, rules runnerapi.EgressRules
 	s.made, s.opened, s.rules = true, opened, rules
 }
 
-// Serve makes the process serve the sandbox until End. It waits for a process for a while. It does nothing if the sandbox is not proxied.
+// Serve makes the process serve the sandbox until End. It waits for a process for a while. It does nothing if the process has nothing to serve for it.
 func (s *Sandbox) Serve(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, serveTime)
 	defer cancel()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.opened != core.EgressProxied {
+	if !s.link.serves(s.opened) {
 		return nil
 	}
 	s.link.give(s) // first: a process that comes meanwhile must not miss it
@@ -109,11 +109,11 @@ func (s *Sandbox) serve(ctx context.Context) error {
 	}
 }
 
-// Adopt makes the process serve a sandbox of an earlier runner, if it is proxied. The process may serve it already.
+// Adopt makes the process serve a sandbox of an earlier runner, if it has something to serve for it. The process may serve it already.
 func (s *Sandbox) Adopt() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.opened == core.EgressProxied {
+	if s.link.serves(s.opened) {
 		s.served = true
 		s.link.give(s)
 	}
@@ -266,7 +266,7 @@ func (s *Sandbox) put(ctx context.Context, c *egress.Client, rules runnerapi.Egr
 		return err
 	}
 	s.acked = acked{}
-	err = c.Put(ctx, egressapi.Sandbox{ID: s.id, Epoch: s.cfg.Epoch, Rules: rules}, sockets.Files())
+	err = c.Put(ctx, egressapi.Sandbox{ID: s.id, Epoch: s.cfg.Epoch, Rules: rules, Names: s.opened == core.EgressAllowAll}, sockets.Files())
 	if err == nil {
 		s.acked = acked{by: c, rules: rules}
 	}

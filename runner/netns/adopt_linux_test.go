@@ -256,3 +256,21 @@ func TestCloseLeavesTheUsed(t *testing.T) {
 		t.Errorf("after Release there are %v", got)
 	}
 }
+
+// TestAdoptGivesNames: a guest of a runner that did not yet answer its questions for names may ask them after the next one has come.
+func TestAdoptGivesNames(t *testing.T) {
+	t.Parallel()
+	p := newTestPool(t, nil)
+	old := acquireOpen(t, p, identity(7), core.EgressAllowAll)
+	was := old.current()
+	was.names = false
+	must(t, old.apply(was))
+	next := restart(t, p)
+	n, err := next.Adopt(t.Context(), old.Name())
+	must(t, err)
+	if now := n.current(); !now.names || now.policy != core.EgressAllowAll {
+		t.Errorf("the plan is %s", now)
+	}
+	must(t, n.Check(t.Context()))
+	must(t, n.Release(t.Context()))
+}

@@ -9,7 +9,7 @@ import (
 	"os"
 )
 
-// EgressSockets are sockets at the gateway of a namespace, made for a process that serves a proxied guest through them. They are not
+// EgressSockets are sockets at the gateway of a namespace, made for a process that serves its guest through them. They are not
 // the namespace's: one that is still open when it is released makes its reset fail, so that nobody serves the next guest in the name of this one.
 type EgressSockets struct {
 	Proxy       *os.File // listens at [PortProxy]
@@ -34,7 +34,7 @@ func (e EgressSockets) Close() error {
 	return errors.Join(errs...)
 }
 
-// EgressSockets opens the sockets of a namespace that is or will be opened with core.EgressProxied. There is one set at a time.
+// EgressSockets opens the sockets of a namespace that is or will be opened with core.EgressProxied or core.EgressAllowAll. There is one set at a time.
 func (n *Namespace) EgressSockets(ctx context.Context) (_ EgressSockets, err error) {
 	var out EgressSockets
 	defer func() {

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
@@ -79,6 +80,26 @@ func originalOf(c net.Conn) string {
 	return out
 }
 
+// askOver sends a datagram from inside a namespace and returns the answer.
+func askOver(t *testing.T, ns netns.NsHandle, addr string) string {
+	t.Helper()
+	var c net.Conn
+	must(t, inside(ns, func() (err error) {
+		c, err = (&net.Dialer{}).DialContext(t.Context(), "udp4", addr)
+		return err
+	}))
+	defer c.Close()
+	_, err := io.WriteString(c, "question")
+	must(t, err)
+	_ = c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
+	b := make([]byte, 512)
+	m, err := c.Read(b)
+	if err != nil {
+		return "nothing"
+	}
+	return string(b[:m])
+}
+
 // TestProxied: whatever a guest sends over TCP arrives at the proxy's sockets, with where it was going; the resolver's is the only one over
 // UDP; and nothing else arrives anywhere.
 func TestProxied(t *testing.T) {
@@ -140,23 +161,7 @@ func TestProxied(t *testing.T) {
 		t.Errorf("counters rose by %v", rose)
 	}
 
-	ask := func(addr string) string {
-		var c net.Conn
-		must(t, inside(g.ns, func() (err error) {
-			c, err = (&net.Dialer{}).DialContext(t.Context(), "udp4", addr)
-			return err
-		}))
-		defer c.Close()
-		_, err := io.WriteString(c, "question")
-		must(t, err)
-		_ = c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
-		b := make([]byte, 512)
-		m, err := c.Read(b)
-		if err != nil {
-			return "nothing"
-		}
-		return string(b[:m])
-	}
+	ask := func(addr string) string { return askOver(t, g.ns, addr) }
 	for addr, want := range map[string]string{"10.83.0.1:53": "answer to question", "8.8.8.8:53": "nothing", "10.83.0.1:443": "nothing", "203.0.113.9:443": "nothing"} {
 		if got := ask(addr); got != want {
 			t.Errorf("over UDP, %s: %q, want %q", addr, got, want)

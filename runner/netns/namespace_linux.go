@@ -129,7 +129,7 @@ func (n *Namespace) Assign(ctx context.Context, id core.Identity) error {
 // accepts there, it is refused. Metadata and other special destinations are dropped all the same.
 //
 // core.EgressAllowAll gives the namespace a veth pair to the host, which masquerades what comes from it. Metadata,
-// private and host addresses stay out of reach. The host's net.ipv4.ip_forward is switched on, and stays on. A
+// private and host addresses stay out of reach, so that the guest asks the resolver's sockets of [Namespace.EgressSockets] for names. The host's net.ipv4.ip_forward is switched on, and stays on. A
 // table of somebody else's that drops forwarded packets still drops them; that is reported, not worked around.
 func (n *Namespace) Open(ctx context.Context, policy core.EgressPolicy) error {
 	if policy != core.EgressDenyAll && policy != core.EgressProxied && policy != core.EgressAllowAll {
@@ -143,7 +143,7 @@ func (n *Namespace) Open(ctx context.Context, policy core.EgressPolicy) error {
 			return core.Errorf(core.FailedPrecondition, core.CodeStateConflict, "network namespace %s is %s and cannot be opened with %s", n.space.name, was.state, policy)
 		}
 		next := was
-		next.state, next.policy = opened, policy
+		next.state, next.policy, next.names = opened, policy, policy == core.EgressAllowAll
 		if err := n.open(ctx, next); err != nil {
 			return errors.Join(err, n.shut())
 		}

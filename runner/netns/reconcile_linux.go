@@ -52,8 +52,8 @@ func (n *Namespace) recover() error {
 	}); err != nil {
 		return err
 	}
-	if now := n.plan; len(now.services) > 0 || now.rate != n.space.cfg.Rate {
-		now.services, now.rate = nil, n.space.cfg.Rate
+	if now := n.plan; len(now.services) > 0 || now.rate != n.space.cfg.Rate || now.names != now.forwards() {
+		now.services, now.rate, now.names = nil, n.space.cfg.Rate, now.forwards()
 		if err := n.apply(now); err != nil {
 			return err
 		}

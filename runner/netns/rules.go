@@ -27,6 +27,7 @@ type plan struct {
 	ip       netip.Addr        // of the guest, from assigned on
 	policy   core.EgressPolicy // from opened on
 	services []uint16          // ascending TCP ports of the gateway that the guest may connect to
+	names    bool              // under allow-all: the guest may ask the gateway for names; not in a namespace that an older runner opened
 	gateway  netip.Addr
 	own      []netip.Prefix // the cluster's guest and link networks
 	rate     Rate           // of what the guest sends; the comment does not carry it, see rateIn
@@ -51,8 +52,14 @@ func (p plan) String() string {
 	for _, s := range p.services {
 		fields = append(fields, strconv.Itoa(int(s)))
 	}
+	if p.names {
+		fields = append(fields, namesField)
+	}
 	return strings.Join(fields, " ")
 }
+
+// namesField ends the comment of a plan with names.
+const namesField = "names"
 
 // parsePlan takes what the comment does not carry from like.
 func parsePlan(comment string, like plan) (plan, error) {
@@ -81,7 +88,11 @@ func parsePlan(comment string, like plan) (plan, error) {
 	if fields[4] != "-" {
 		p.policy = core.EgressPolicy(fields[4])
 	}
-	for _, f := range fields[5:] {
+	rest := fields[5:]
+	if n := len(rest); n > 0 && rest[n-1] == namesField {
+		p.names, rest = true, rest[:n-1]
+	}
+	for _, f := range rest {
 		port, err := strconv.ParseUint(f, 10, 16)
 		if err != nil {
 			return bad()
@@ -108,7 +119,8 @@ func (p plan) withService(port uint16, wanted bool) plan {
 	return p
 }
 
-// The ports at the gateway of a proxied sandbox, behind which are the sockets of [Namespace.EgressSockets].
+// The ports at the gateway of a proxied sandbox, behind which are the sockets of [Namespace.EgressSockets]. Under allow-all the guest
+// reaches only that of the resolver.
 const (
 	PortProxy       = 3128 // for programs that know of the proxy
 	PortIntercepted = 3129 // where everything else that goes out over TCP ends up
@@ -331,6 +343,10 @@ func inputRules(p plan) []rule {
 		}
 		for _, port := range p.services {
 			to(tcpDest(port))
+		}
+		if p.names && p.forwards() {
+			to(tcpDest(PortResolver))
+			to(udpDest(PortResolver))
 		}
 		if p.proxied() {
 			for _, m := range []match{tcpDest(PortProxy), tcpDest(PortIntercepted), tcpDest(PortResolver), udpDest(PortResolver)} {

@@ -38,11 +38,17 @@ func goldenRulesets() map[string]ruleset {
 		"assigned":         rulesFor(testPlan(assigned, "")),
 		"deny-all":         rulesFor(testPlan(opened, core.EgressDenyAll)),
 		"deny-all-service": rulesFor(testPlan(opened, core.EgressDenyAll, 53, 3128)),
-		"allow-all":        rulesFor(testPlan(opened, core.EgressAllowAll)),
+		"allow-all":        rulesFor(testPlan(opened, core.EgressAllowAll)), // of an older runner
+		"allow-all-names":  rulesFor(withNames(testPlan(opened, core.EgressAllowAll))),
 		"rate":             rulesFor(limited),
 		"proxied":          rulesFor(testPlan(opened, core.EgressProxied)),
 		"host":             hostRules("coppice_0123abcd_xy2z3", "cp0123abcdxy2z3", netip.MustParseAddr("198.18.0.2"), Config{}.withDefaults().own()),
 	}
+}
+
+func withNames(p plan) plan {
+	p.names = true
+	return p
 }
 
 func TestRulesGolden(t *testing.T) {
@@ -77,6 +83,8 @@ func TestPlanSurvivesItsComment(t *testing.T) {
 		testPlan(opened, core.EgressDenyAll),
 		testPlan(opened, core.EgressProxied),
 		testPlan(opened, core.EgressAllowAll, 1, 2, 3, 4, 5, 6, 7, 65535),
+		withNames(testPlan(opened, core.EgressAllowAll)),
+		withNames(testPlan(opened, core.EgressAllowAll, 1, 2, 3, 4, 5, 6, 7, 65535)),
 	} {
 		got, err := parsePlan(want.String(), testPlan(quarantined, ""))
 		if err != nil {
@@ -94,6 +102,7 @@ func TestPlanSurvivesItsComment(t *testing.T) {
 func FuzzParsePlan(f *testing.F) {
 	f.Add("coppice-1 quarantined")
 	f.Add(testPlan(opened, core.EgressAllowAll, 3128).String())
+	f.Add(withNames(testPlan(opened, core.EgressAllowAll, 3128)).String())
 	f.Add("coppice-1 open 02:fc:00:00:01:07 10.83.1.7 deny-all 65536")
 	f.Add("coppice-2 quarantined")
 	f.Fuzz(func(t *testing.T, comment string) {

@@ -130,6 +130,20 @@ func TestAllowAll(t *testing.T) { //nolint:tparallel // several views of one wor
 	if rose := counters(t, n); rose[counterForwarded] == 0 || rose[counterForwardReturn] == 0 {
 		t.Errorf("counters %v", rose)
 	}
+	sockets, err := n.EgressSockets(t.Context()) // of them the guest reaches the resolver alone
+	must(t, err)
+	stop := egressServer(t, sockets)
+	defer stop()
+	gateway := p.cfg.Gateway.String()
+	if got, err := dialAndRead(patience(t, watchdog), g.ns, gateway+":53"); err != nil || got != "resolver" {
+		t.Errorf("the resolver over TCP: %q, %v", got, err)
+	}
+	if got := askOver(t, g.ns, gateway+":53"); got != "answer to question" {
+		t.Errorf("the resolver over UDP: %q", got)
+	}
+	if got := askOver(t, g.ns, gateway+":54"); got != "nothing" {
+		t.Errorf("another port over UDP: %q", got)
+	}
 	if c, err := n.Dial(patience(t, watchdog), "tcp", ":80"); err != nil { // forwarded ports work as ever
 		t.Error(err)
 	} else {
@@ -147,6 +161,7 @@ func TestAllowAll(t *testing.T) { //nolint:tparallel // several views of one wor
 		"a sibling":                   {g.ns, siblingID.IP.String() + ":80"},
 		"a sibling's end of the link": {g.ns, otherEnd(t, linkAddress(t, p, sibling)) + ":80"},
 		"out of a deny-all sandbox":   {cg.ns, publicServer},
+		"the socket of the proxy":     {g.ns, gateway + ":3128"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got, err := dialAndRead(patience(t, 300*time.Millisecond), from.ns, from.addr); err == nil {
@@ -169,6 +184,7 @@ func TestAllowAll(t *testing.T) { //nolint:tparallel // several views of one wor
 		}
 	}
 	g.end()
+	stop()
 	must(t, n.Release(t.Context()))
 	checkTables(t, p, "foreign", p.names.table(sibling.space.id))
 	sg.end()

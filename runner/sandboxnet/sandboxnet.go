@@ -24,7 +24,7 @@ type Namespace interface {
 	TapFile(up bool) (*os.File, error)
 	Assign(ctx context.Context, id core.Identity) error
 	Open(ctx context.Context, policy core.EgressPolicy) error
-	// EgressSockets opens the sockets that the egress process serves for a namespace under core.EgressProxied.
+	// EgressSockets opens the sockets that the egress process serves for a namespace under core.EgressProxied or core.EgressAllowAll.
 	EgressSockets(ctx context.Context) (netns.EgressSockets, error)
 	Dial(ctx context.Context, network, address string) (net.Conn, error)
 	// Check compares the rules in the kernel with those that were applied. If they differ, it cuts the guest off until Open and returns
@@ -47,10 +47,13 @@ type Network interface {
 	Resolvers(policy core.EgressPolicy) []netip.Addr
 }
 
-// Of makes a pool of namespaces a runner's network.
-func Of(p *netns.Pool) Network { return pooled{p} }
+// Of makes a pool of namespaces a runner's network. egress says whether the runner has an egress process.
+func Of(p *netns.Pool, egress bool) Network { return pooled{p, egress} }
 
-type pooled struct{ *netns.Pool }
+type pooled struct {
+	*netns.Pool
+	egress bool
+}
 
 func (p pooled) Acquire(ctx context.Context) (Namespace, error) {
 	ns, err := p.Pool.Acquire(ctx)
@@ -76,12 +79,15 @@ func (p pooled) Adopt(ctx context.Context, name string, id core.Identity, policy
 
 func (p pooled) Gateway() (netip.Addr, string) { return p.Config().Gateway, netns.GatewayMAC }
 
-// Resolvers are the host's own resolvers for a sandbox that may reach everything, and the egress process for a sandbox that it serves. Other
-// sandboxes have no resolver.
+// Resolvers are the egress process for a sandbox that it serves, and, without such a process, the host's own resolvers for a sandbox that may
+// reach everything. Other sandboxes have no resolver.
 func (p pooled) Resolvers(policy core.EgressPolicy) []netip.Addr {
 	switch policy {
 	case core.EgressAllowAll:
-		return hostResolvers("/etc/resolv.conf")
+		if !p.egress {
+			return hostResolvers("/etc/resolv.conf")
+		}
+		return []netip.Addr{p.Config().Gateway}
 	case core.EgressProxied:
 		return []netip.Addr{p.Config().Gateway}
 	case core.EgressDenyAll:
@@ -89,7 +95,8 @@ func (p pooled) Resolvers(policy core.EgressPolicy) []netip.Addr {
 	return nil
 }
 
-// hostResolvers reads the host's name servers that a guest can reach. A guest cannot reach those on a loopback address.
+// hostResolvers reads the host's name servers that a guest can reach. A guest cannot reach those on a loopback or private address, but a list
+// without any would leave it those of its parent.
 func hostResolvers(path string) []netip.Addr {
 	f, err := os.Open(path)
 	if err != nil {

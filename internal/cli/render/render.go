@@ -39,6 +39,20 @@ func Facts(w io.Writer, pairs ...string) error {
 	return t.Flush()
 }
 
+// Lines writes text of several lines under a title, indented, so that none of them looks like a fact. Without text it writes nothing.
+func Lines(w io.Writer, title, text string) error {
+	if text == "" {
+		return nil
+	}
+	_, err := fmt.Fprintf(w, "%s\n", title)
+	for line := range strings.SplitSeq(text, "\n") {
+		if err == nil {
+			_, err = fmt.Fprintf(w, "  %s\n", foreign.Visible(line))
+		}
+	}
+	return err
+}
+
 // Dash shows "-" in place of an empty text.
 func Dash(s string) string { return cmp.Or(s, "-") }
 

@@ -86,7 +86,7 @@ func openLab(ctx context.Context, cfg config, dir string) (_ *lab, err error) {
 	if err != nil {
 		return nil, err
 	}
-	l.network = sandboxnet.Of(pool)
+	l.network = sandboxnet.Of(pool, false)
 	var others map[string]vmm.Driver
 	l.driver, others = cfg.hostConfig().Drivers()
 	l.runner, err = runner.New(ctx, runner.Config{

@@ -66,8 +66,13 @@ func serve(config io.Reader) error {
 	if err != nil {
 		return err
 	}
+	names := []string{cfg.Names}
+	if cfg.Names == "" {
+		names[0] = "127.0.0.1:0" // nobody
+	}
 	s, err := host.New(context.Background(), host.Config{
-		Listen: listen, Spool: spool, UID: uint32(os.Geteuid()), //nolint:gosec // G115: the id of a user
+		NamesAt: names,
+		Listen:  listen, Spool: spool, UID: uint32(os.Geteuid()), //nolint:gosec // G115: the id of a user
 		Log: slog.New(slog.NewTextHandler(os.Stderr, nil)), Private: cfg.Private,
 		Resolver: &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 			if cfg.Names == "" {
@@ -162,6 +167,13 @@ func (s *Sockets) Proxy() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.at[0]
+}
+
+// Resolver is the address of the resolver; empty before the first Open.
+func (s *Sockets) Resolver() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.at[2]
 }
 
 // Open opens the sockets, every time at the same addresses.

@@ -13,11 +13,8 @@ const Own = unix.CLONE_NEWPID
 // Enter moves the calling thread into a copy of the jail, and into its own IPC, host name and cgroup namespaces. The
 // thread is changed permanently: processes that it starts are in the jail. Such a process still needs Complete.
 func (j *Jail) Enter() error {
-	if err := unix.Unshare(unix.CLONE_FS); err != nil { // other threads keep their root and working directory
-		return fmt.Errorf("leave the process's root directory: %w", err)
-	}
-	if err := unix.Setns(int(j.mounts.Fd()), unix.CLONE_NEWNS); err != nil {
-		return fmt.Errorf("enter the jail: %w", err)
+	if err := j.setns(); err != nil {
+		return err
 	}
 	if err := unix.Unshare(unix.CLONE_NEWNS | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS | unix.CLONE_NEWCGROUP); err != nil {
 		return fmt.Errorf("make its own namespaces: %w", err)
@@ -26,6 +23,21 @@ func (j *Jail) Enter() error {
 		return fmt.Errorf("set a host name: %w", err)
 	}
 	return nil
+}
+
+// setns moves the calling thread into the jail itself.
+func (j *Jail) setns() error {
+	if err := unix.Unshare(unix.CLONE_FS); err != nil { // other threads keep their root and working directory
+		return fmt.Errorf("leave the process's root directory: %w", err)
+	}
+	return wrapIf(unix.Setns(int(j.mounts.Fd()), unix.CLONE_NEWNS), "enter the jail")
+}
+
+func wrapIf(err error, doing string) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", doing, err)
 }
 
 // Complete shows a process its own directory of /proc, and nothing else of /proc, as /proc/self: the process needs it

@@ -33,6 +33,7 @@ type Config struct {
 // Jail is a built file system. Its methods are safe for concurrent use.
 type Jail struct {
 	mounts *os.File // the mount namespace that each process gets a copy of
+	device uint64   // of its root directory
 }
 
 // hostname is the name of the host inside the jail.
@@ -62,12 +63,42 @@ func New(ctx context.Context, cfg Config) (*Jail, error) {
 	}
 	j := &Jail{}
 	if err := osthread.Do(func() (err error) { // the thread's namespace is changed permanently
-		j.mounts, err = build(binds)
+		if j.mounts, err = build(binds); err != nil {
+			return err
+		}
+		j.device, err = rootDevice()
 		return err
 	}); err != nil {
 		return nil, fmt.Errorf("make a file system for %s: %w", cfg.Program, err)
 	}
+	if err := osthread.Do(j.lead); err != nil {
+		return nil, errors.Join(fmt.Errorf("enter the file system for %s: %w", cfg.Program, err), j.mounts.Close())
+	}
 	return j, nil
+}
+
+// ErrChroot says that a process that enters the jail's mount namespace finds itself in the host's files. The root of such a process is that
+// of the namespace. In a chroot, the new root was made below that, where only the thread that built the jail sees it.
+var ErrChroot = errors.New("the root directory of this program is not that of its mounts, as in a chroot")
+
+// rootDevice is the device of the calling thread's root directory. Each tmpfs has another one.
+func rootDevice() (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Stat("/", &st); err != nil {
+		return 0, &os.PathError{Op: "stat", Path: "/", Err: err}
+	}
+	return st.Dev, nil
+}
+
+// lead checks that the jail's namespace leads into the jail. The calling thread is changed permanently.
+func (j *Jail) lead() error {
+	if err := j.setns(); err != nil {
+		return err
+	}
+	if device, err := rootDevice(); err != nil || device != j.device {
+		return errors.Join(err, ErrChroot)
+	}
+	return nil
 }
 
 // bindsOf lists the files of a configuration, each path once.
@@ -131,7 +162,9 @@ func build(binds []bind) (_ *os.File, err error) {
 func fill(binds []bind) error {
 	// Slave mounts: an unmount on the host also happens in this copy while it exists, and no mount of this copy reaches
 	// the host.
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); errors.Is(err, unix.EINVAL) { // the root directory is no mount at all
+		return ErrChroot
+	} else if err != nil {
 		return fmt.Errorf("cut off the host's mounts: %w", err)
 	}
 	sources := make([]*os.File, len(binds)) // opened before the stage covers anything

@@ -6,6 +6,9 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -16,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 	"github.com/coppice-dev/coppice/internal/cli/render"
+	"github.com/coppice-dev/coppice/internal/cli/terminal"
 )
 
 // NewImageCommand makes the command "coppice image".
@@ -34,12 +38,18 @@ func NewImageCommand(a *cli.App) *cobra.Command {
 func newImageBuildCommand(a *cli.App, dir *string) *cobra.Command {
 	var o build.Options
 	var env []string
-	var verbose bool
+	var verbose, noTools bool
+	var authorities []string
 	c := &cobra.Command{
 		Use:   "build",
 		Short: "Build an image from Debian packages, or from the output of docker export",
 		Long: `Build an image from Debian packages, or from the root file system that docker export wrote. Cached parts are not built again. If nothing
-changed, the command returns the existing image.`,
+changed, the command returns the existing image.
+
+An image from Debian packages has Python with pip and venv, git, curl, ping, less and an editor (nano). --no-tools leaves out ping, pip, venv,
+less and nano.
+
+--guest-ca-file makes the guests of the image trust an authority of yours, such as that of a company whose network intercepts TLS.`,
 		Example: "  coppice image build\n  coppice image build --name demo --package python3-toolz\n  docker export $(docker create alpine) | coppice image build --name alpine --from-tar -",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -54,14 +64,30 @@ changed, the command returns the existing image.`,
 			if err != nil {
 				return err
 			}
+			for _, file := range authorities {
+				text, err := os.ReadFile(file)
+				if err != nil {
+					return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "--guest-ca-file: %v", err)
+				}
+				o.Authorities += string(text) + "\n"
+			}
 			o.Stdin = a.Stdin
+			if !noTools && o.FromTar == "" {
+				o.Packages = append(o.Packages, build.ToolPackages()...)
+			}
 			if verbose {
 				o.Log = a.Stderr
 			}
+			shown := func() {}
 			if !a.JSON {
-				o.Progress = func(e build.Event) { fmt.Fprintln(a.Stderr, buildStep(e)) }
+				steps := &buildSteps{a: a}
+				o.Progress = steps.print
+				if !verbose {
+					shown = a.WorkingOn(c.Context(), steps.current)
+				}
 			}
 			img, err := build.Image(c.Context(), store, o)
+			shown()
 			if err != nil {
 				return err
 			}
@@ -78,9 +104,12 @@ changed, the command returns the existing image.`,
 	f.StringArrayVarP(&env, "env", "e", nil, "default environment of sessions, `KEY=VALUE`; may be repeated")
 	f.StringVar(&o.Suite, "suite", "", "Debian `release` (default: the host's)")
 	f.StringVar(&o.AgentBinary, "agent", "", "guest agent `file` (default: coppice-guest beside this program)")
+	f.StringArrayVar(&authorities, "guest-ca-file", nil, "PEM `file` with certificate authorities that guests trust, too; may be repeated")
+	f.BoolVar(&noTools, "no-tools", false, "leave out "+strings.Join(build.ToolPackages(), ", "))
 	f.BoolVar(&o.Rebuild, "rebuild", false, "build every part again")
 	f.BoolVarP(&verbose, "verbose", "v", false, "show the output of the programs that the build runs")
 	c.MarkFlagsMutuallyExclusive("from-tar", "package")
+	c.MarkFlagsMutuallyExclusive("from-tar", "guest-ca-file")
 	return c
 }
 
@@ -97,6 +126,40 @@ func agentBinary(path string) (string, error) {
 		return "", core.Wrapf(err, core.Invalid, core.CodeInvalidField, "there is no guest agent at %s; build it with \"make build\", or name another with --agent", path)
 	}
 	return filepath.Abs(path)
+}
+
+// buildSteps shows the steps of a build: each in a line, and on a terminal the one that takes longest, with its time, below them.
+type buildSteps struct {
+	a *cli.App
+
+	mu    sync.Mutex // guards what follows
+	begun []build.Event
+}
+
+func (s *buildSteps) print(e build.Event) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	same := func(other build.Event) bool { return other.Stage == e.Stage }
+	switch {
+	case e.Done:
+		s.begun = slices.DeleteFunc(s.begun, same)
+	case !slices.ContainsFunc(s.begun, same):
+		s.begun = append(s.begun, e)
+	}
+	if _, ok := terminal.Descriptor(s.a.Stderr); ok {
+		fmt.Fprint(s.a.Stderr, "\r\x1b[K") // the line of current
+	}
+	fmt.Fprintln(s.a.Stderr, buildStep(e))
+}
+
+// current is the step that began first and still goes on.
+func (s *buildSteps) current() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.begun) == 0 {
+		return "building"
+	}
+	return s.begun[0].Msg
 }
 
 func buildStep(e build.Event) string {

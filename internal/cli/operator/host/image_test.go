@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/cli/clitest"
 )
 
@@ -17,4 +18,29 @@ func TestTables(t *testing.T) {
 		t.Error(err)
 	}
 	clitest.Golden(t, "tables.txt", b.String())
+}
+
+// TestBuildSteps: the step that is shown with its time is the one that began first and still goes on.
+func TestBuildSteps(t *testing.T) {
+	t.Parallel()
+	a, _, stderr := clitest.App(nil)
+	s := &buildSteps{a: a}
+	want := func(text string) {
+		t.Helper()
+		if got := s.current(); got != text {
+			t.Errorf("shown: %q, want %q", got, text)
+		}
+	}
+	want("building")
+	s.print(build.Event{Stage: "rootfs", Msg: "installing packages"})
+	s.print(build.Event{Stage: "kernel", Msg: "fetching"})
+	want("installing packages")
+	s.print(build.Event{Stage: "lint", Msg: "a remark", Done: true})
+	s.print(build.Event{Stage: "rootfs", Msg: "made it", Done: true})
+	want("fetching")
+	s.print(build.Event{Stage: "kernel", Msg: "unpacked", Done: true})
+	want("building")
+	if lines := stderr.String(); strings.Count(lines, "\n") != 5 || strings.Contains(lines, "\x1b") {
+		t.Errorf("printed %q", lines)
+	}
 }

@@ -23,7 +23,7 @@ import (
 // NewControllerCommand makes the command "coppice controller".
 func NewControllerCommand(a *cli.App) *cobra.Command {
 	cfg := daemon.ControllerConfig{}
-	var databaseFile, level string
+	var databaseFile, level, format string
 	c := &cobra.Command{
 		Use:   "controller",
 		Short: "Run a controller: the REST API over a PostgreSQL database, for runners on other hosts",
@@ -76,7 +76,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work (soft lease); the same on all controllers")
 	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after the soft lease a silent runner's workspaces are lost; by then the runner has ended their VMs")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
-	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	logFlags(f, &level, &format)
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := fromEnvironment(a, cmd); err != nil {
 			return err
@@ -85,8 +85,8 @@ it takes no more requests, then ends its operations or leaves them to the next c
 		if cfg.Database, err = databaseAddress(cfg.Database, databaseFile); err != nil {
 			return err
 		}
-		if cfg.Log, err = newLogger(a.Stderr, level); err != nil {
-			return exit.Misuse(fmt.Errorf("--log-level: %w", err))
+		if cfg.Log, err = newLogger(a.Stderr, level, format); err != nil {
+			return exit.Misuse(err)
 		}
 		traces, endTraces, err := tracing.Open(cmd.Context(), a.Getenv, "coppice-controller")
 		if err != nil {
@@ -152,5 +152,5 @@ var serverFlags = []string{
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "prepare-max", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",
-	"store-bandwidth", "cache-size", "copies-size", "disk-floor", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "flow-rows-denied", "flow-rows-effects", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "forward-address", "forward-ports", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "cache-size", "copies-size", "disk-floor", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "flow-rows-denied", "flow-rows-effects", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "forward-address", "forward-ports", "no-rebase", "stop-vms", "metrics-listen", "log-level", "log-format",
 }

@@ -27,7 +27,7 @@ import (
 // NewDevCommand makes the command "coppice dev".
 func NewDevCommand(a *cli.App) *cobra.Command {
 	cfg := devstack.Config{PGBin: a.Getenv("PGBIN"), HostConfig: host.Config(a)}
-	var budget, level, onExit string
+	var budget, level, format, onExit string
 	c := &cobra.Command{
 		Use:   "dev",
 		Short: "Run controller, runner and a private PostgreSQL on this machine",
@@ -74,7 +74,7 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 	cfg.WarnWeak = true
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
-	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	logFlags(f, &level, &format)
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		daemon.RelaxGC()
 		listenBeside(&cfg)
@@ -94,8 +94,8 @@ VMs. Checkpoints, images and the database stay in the data directory for the nex
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
 			return err
 		}
-		if cfg.Log, err = newLogger(a.Stderr, level); err != nil {
-			return exit.Misuse(fmt.Errorf("--log-level: %w", err))
+		if cfg.Log, err = newLogger(a.Stderr, level, format); err != nil {
+			return exit.Misuse(err)
 		}
 		if err := cfg.ChooseVMM(cmd.Context()); err != nil {
 			return err

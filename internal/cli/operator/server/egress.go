@@ -19,7 +19,7 @@ sockets in their own networks.
 The process gives up root before it serves. It keeps the records of flows in the runner's data directory until the controller has them.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			log, err := newLogger(a.Stderr, "info")
+			log, err := newLogger(a.Stderr, "info", autoFormat)
 			if err != nil {
 				return err
 			}

@@ -24,19 +24,41 @@ func vmmFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) {
 	f.StringVar(&cfg.Accelerator, "accel", cfg.Accelerator, "tcg, kvm, or auto: kvm if a guest really boots under it (COPPICE_ACCEL)")
 }
 
-// newLogger writes text to a terminal and JSON elsewhere.
-func newLogger(w io.Writer, level string) (*slog.Logger, error) {
+// logFlags are the flags of every server for its log.
+func logFlags(f *pflag.FlagSet, level, format *string) {
+	f.StringVar(level, "log-level", "info", "debug, info, warn or error")
+	f.StringVar(format, "log-format", autoFormat, "text: short lines for people; json: everything; auto: text on a terminal, json elsewhere")
+}
+
+// The values of --log-format.
+const (
+	autoFormat = "auto"
+	textFormat = "text"
+	jsonFormat = "json"
+)
+
+// newLogger writes for people or for programs; auto: for people on a terminal.
+func newLogger(w io.Writer, level, format string) (*slog.Logger, error) {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("--log-level %q is not debug, info, warn or error", core.Clip(level))
 	}
-	o := &slog.HandlerOptions{Level: l}
-	if f, ok := w.(*os.File); ok {
-		if info, err := f.Stat(); err == nil && info.Mode()&os.ModeCharDevice != 0 {
-			return slog.New(core.LogHandler(slog.NewTextHandler(w, o))), nil
+	switch format {
+	case autoFormat:
+		format = jsonFormat
+		if f, ok := w.(*os.File); ok {
+			if info, err := f.Stat(); err == nil && info.Mode()&os.ModeCharDevice != 0 {
+				format = textFormat
+			}
 		}
+	case textFormat, jsonFormat:
+	default:
+		return nil, fmt.Errorf("--log-format %q is not auto, text or json", core.Clip(format))
 	}
-	return slog.New(core.LogHandler(slog.NewJSONHandler(w, o))), nil
+	if format == textFormat {
+		return slog.New(newReadable(w, l)), nil
+	}
+	return slog.New(core.LogHandler(slog.NewJSONHandler(w, &slog.HandlerOptions{Level: l}))), nil
 }
 
 // storeFlags are the flags of every server for the store. The credentials come from files or the environment, never from the command line.

@@ -16,7 +16,7 @@ import (
 
 // NewMigrateCommand makes the command "coppice migrate".
 func NewMigrateCommand(a *cli.App) *cobra.Command {
-	var database, databaseFile, level string
+	var database, databaseFile, level, format string
 	var wait time.Duration
 	var check bool
 	c := &cobra.Command{
@@ -34,7 +34,7 @@ Every flag can come from the environment: --database from COPPICE_DATABASE, and 
 	f.StringVar(&databaseFile, "database-file", "", "`file` with the address, instead of --database")
 	f.DurationVar(&wait, "database-wait", time.Minute, "how long to wait for the database")
 	f.BoolVar(&check, "check", false, "change nothing, and fail unless the schema is that of this program")
-	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	logFlags(f, &level, &format)
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := fromEnvironment(a, cmd); err != nil {
 			return err
@@ -46,9 +46,9 @@ Every flag can come from the environment: --database from COPPICE_DATABASE, and 
 		if dsn == "" {
 			return core.Errorf(core.Invalid, core.CodeInvalidField, "--database needs the address of a PostgreSQL database, such as postgres://user@host/coppice")
 		}
-		log, err := newLogger(a.Stderr, level)
+		log, err := newLogger(a.Stderr, level, format)
 		if err != nil {
-			return exit.Misuse(fmt.Errorf("--log-level: %w", err))
+			return exit.Misuse(err)
 		}
 		if check {
 			err = migrations.Check(cmd.Context(), dsn)

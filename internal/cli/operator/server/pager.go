@@ -15,7 +15,7 @@ func NewPagerCommand(a *cli.App) *cobra.Command {
 		Hidden: true,
 		Args:   cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			log, err := newLogger(a.Stderr, "info")
+			log, err := newLogger(a.Stderr, "info", autoFormat)
 			if err != nil {
 				return err
 			}

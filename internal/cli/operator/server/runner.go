@@ -24,7 +24,7 @@ import (
 // NewRunnerCommand makes the command "coppice runner".
 func NewRunnerCommand(a *cli.App) *cobra.Command {
 	cfg := daemon.RunnerConfig{HostConfig: host.Config(a)}
-	var tokenFile, budget, level string
+	var tokenFile, budget, level, format string
 	var stop bool
 	c := &cobra.Command{
 		Use:   "runner",
@@ -74,7 +74,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	readLimits := vmLimitFlags(f, &cfg.HostConfig)
 	f.BoolVar(&stop, "stop-vms", false, "end the VMs at SIGTERM or Ctrl-C")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
-	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	logFlags(f, &level, &format)
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := fromEnvironment(a, cmd); err != nil {
 			return err
@@ -90,8 +90,8 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
 			return err
 		}
-		if cfg.Log, err = newLogger(a.Stderr, level); err != nil {
-			return exit.Misuse(fmt.Errorf("--log-level: %w", err))
+		if cfg.Log, err = newLogger(a.Stderr, level, format); err != nil {
+			return exit.Misuse(err)
 		}
 		if tokenFile != "" {
 			// The file may be gone after the token was spent. Whether the token is needed is known later.

@@ -25,9 +25,9 @@ func newExportCommand(a *cli.App) *cobra.Command {
 	var to string
 	c := &cobra.Command{
 		Use:   "export CHECKPOINT",
-		Short: "Write a sealed checkpoint to one file",
-		Long: `Write a sealed checkpoint to one file, which another cluster can import. The file has its memory, its disk and its image, with any secrets
-in them.
+		Short: "Write a checkpoint of the store to one file",
+		Long: `Write a checkpoint to one file, which another cluster can import. The file has its memory, its disk and its image, with any secrets
+in them. It comes from the store: the command waits until the checkpoint is there (sealed). Without a store there is no export.
 
 The file appears only when it is complete. With "-o -" it goes to standard output.`,
 		Example: "  coppice ckpt export before-upgrade -o before.ckpt\n  coppice ckpt export before-upgrade -o - | ssh other coppice ckpt import -",
@@ -48,6 +48,14 @@ The file appears only when it is complete. With "-o -" it goes to standard outpu
 				to = cp.ID + ".ckpt"
 			}
 			began := time.Now()
+			if cp.State == coppice.CheckpointCaptured || cp.State == coppice.CheckpointCapturing {
+				done := a.Working(c.Context(), "waiting until it is in the store")
+				_, err = client.WaitSealed(c.Context(), cp.ID) // if it never will be, the export says so
+				done()
+				if err != nil {
+					return err
+				}
+			}
 			n, err := exportTo(c.Context(), a, client, cp.ID, to)
 			if err != nil {
 				return err

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api"
@@ -30,7 +31,17 @@ func TestExportAndImportCommands(t *testing.T) {
 		RunnerClass: &api.RunnerClass{Arch: "amd64", VMM: "qemu", VMMVersion: "7.2"}, Imported: &api.Imported{CheckpointID: id, ImageDigest: "sha256:00"},
 	}
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /v1/checkpoints/"+id, func(w http.ResponseWriter, _ *http.Request) { _ = json.NewEncoder(w).Encode(cp) })
+	var waits atomic.Int32 // the checkpoint is sealed while the second of them waits
+	mux.HandleFunc("GET /v1/checkpoints/"+id, func(w http.ResponseWriter, r *http.Request) {
+		now := cp
+		if r.URL.Query().Get("wait") == "sealed" {
+			waits.Add(1)
+		}
+		if waits.Load() < 2 {
+			now.State = api.CheckpointCaptured
+		}
+		_ = json.NewEncoder(w).Encode(now)
+	})
 	mux.HandleFunc("GET /v1/checkpoints/"+id+"/export", func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(sent) })
 	mux.HandleFunc("POST /v1/checkpoints", func(w http.ResponseWriter, r *http.Request) {
 		got, err := io.ReadAll(r.Body)
@@ -55,6 +66,9 @@ func TestExportAndImportCommands(t *testing.T) {
 	}
 	if status, out, stderr := run(nil, "ckpt", "export", id, "-o", path); status != 0 || !strings.Contains(string(out), "MiB in") && !strings.Contains(string(out), "KiB in") {
 		t.Errorf("%d %s%s", status, out, stderr)
+	}
+	if n := waits.Load(); n != 2 {
+		t.Errorf("the command waited %d times", n)
 	}
 	if got, err := os.ReadFile(path); err != nil || !bytes.Equal(got, file) {
 		t.Errorf("the file: %v", err)

@@ -205,7 +205,10 @@ func followOutput(ctx context.Context, a *cli.App, client *coppice.Client, sessi
 		errs <- client.Follow(ctx, session.ID, coppice.Stderr, session.StderrFirst, a.Stderr)
 	}()
 	err := client.Follow(ctx, session.ID, coppice.Stdout, session.StdoutFirst, a.Stdout)
-	if err = errors.Join(err, <-errs); err != nil {
+	if other := <-errs; err == nil {
+		err = other // the two streams end for one reason, which is said once
+	}
+	if err != nil {
 		return session, err
 	}
 	return client.WaitSession(ctx, session.ID)

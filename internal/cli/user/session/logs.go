@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -14,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/find"
 	"github.com/coppice-dev/coppice/internal/cli/render"
 	"github.com/coppice-dev/coppice/internal/cli/terminal"
+	"github.com/coppice-dev/coppice/internal/foreign"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -110,6 +112,12 @@ func printOutput(ctx context.Context, a *cli.App, client *coppice.Client, sessio
 // printConsole prints the tail of the machine's console. On a terminal, its control characters are shown, not obeyed.
 func printConsole(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice.Workspace, raw bool) error {
 	b, err := client.Console(ctx, ws.ID)
+	if errors.Is(err, coppice.CodeWorkspaceNotReady) && ws.Failure != nil {
+		if _, last, ok := strings.Cut(ws.Failure.Message, "\nconsole: "); ok { // what is left of it
+			fmt.Fprintf(a.Stderr, "coppice: the machine of %s has ended (%s); these are lines of its console that were kept\n", foreign.Visible(ws.Name), ws.State)
+			b, err = []byte(last+"\n"), nil
+		}
+	}
 	if err != nil {
 		return err
 	}

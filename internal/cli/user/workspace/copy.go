@@ -32,7 +32,7 @@ file or directory when it is written, and of what goes into the directory DESTIN
 The command does not trust the workspace and writes nothing outside of DESTINATION. It follows links in the path that you type. Below
 that path it replaces a link that is in the way or has the name of a copied file. It leaves out devices, sockets and pipes, and the content
 of pseudo file systems such as /proc and /sys. It also leaves out symbolic links that lead out of the copied tree, unless --outside-links
-is given. It copies at most 10 GiB unless --max-bytes says more.`
+is given. It copies at most 10 GiB unless --max-bytes says more. What is larger than the disk that it goes to is refused at once.`
 
 func newCopyCommand(a *cli.App) *cobra.Command {
 	var options coppice.CopyOptions
@@ -60,6 +60,9 @@ func newCopyCommand(a *cli.App) *cobra.Command {
 				if err := end.find(c.Context(), client); err != nil {
 					return err
 				}
+			}
+			if err := checkFit(c.Context(), client, from, to); err != nil {
+				return err
 			}
 			var copied atomic.Int64
 			options.Progress = copied.Store

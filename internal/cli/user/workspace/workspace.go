@@ -253,9 +253,10 @@ func newShowCommand(a *cli.App) *cobra.Command {
 }
 
 func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) error {
-	failure := ""
+	failure, said := "", ""
 	if ws.Failure != nil {
-		failure = ws.Failure.Message + " (" + ws.Failure.Code + ")"
+		failure, said, _ = strings.Cut(ws.Failure.Message, "\n")
+		failure += " (" + ws.Failure.Code + ")"
 		if from := ws.Failure.RecoverFrom; from != "" {
 			failure += "; restore its newest remaining checkpoint: coppice restore " + from
 		}
@@ -272,7 +273,7 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 		}
 		forwarded = append(forwarded, fmt.Sprintf("%s -> %d", from, p.GuestPort))
 	}
-	return render.Facts(w,
+	return errors.Join(render.Facts(w,
 		"name", ws.Name, "id", ws.ID, "state", state(ws), "failure", failure, "stands still", stall,
 		"image", strings.TrimSpace(ws.Image.Name+" "+ws.Image.Digest),
 		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", ws.Resources.VCPUs, ws.Resources.MemoryMiB, ws.Resources.DiskGiB),
@@ -282,7 +283,7 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 		"forked from", ws.ParentCheckpointID, "head", ws.CheckpointID, "runner", ws.RunnerID,
 		"epoch", fmt.Sprint(ws.Epoch), "created", render.Moment(ws.CreatedAt), "ready", render.Moment(ws.ReadyAt), "expires", expiry(ws), "ended", render.Moment(ws.EndedAt),
 		"timings", render.Timings(ws.Timings),
-	)
+	), render.Lines(w, "what its machine said last", said))
 }
 
 func newRemoveCommand(a *cli.App) *cobra.Command {

@@ -16,7 +16,7 @@ func TestTables(t *testing.T) {
 	now := clitest.Dawn.Add(3 * time.Hour)
 	var b strings.Builder
 	lost := clitest.Workspace(2, "second", api.WorkspaceLost)
-	lost.Failure = &api.Failure{Code: "VMM_FAILED", Message: "its VMM was killed\x1b[31m", RecoverFrom: clitest.ID("ckpt", 7)}
+	lost.Failure = &api.Failure{Code: "VMM_FAILED", Message: "its VMM was killed\x1b[31m\nconsole: one\ntwo\x1b[31m", RecoverFrom: clitest.ID("ckpt", 7)}
 	unknown := clitest.Workspace(3, "third", api.WorkspaceReady)
 	unknown.Condition, unknown.ExpiresAt = api.ConditionUnknown, now.Add(10*time.Minute)
 	stalled := clitest.Workspace(4, "fourth", api.WorkspaceReady)

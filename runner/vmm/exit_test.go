@@ -1,0 +1,37 @@
+package vmm
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestDescribe(t *testing.T) {
+	t.Parallel()
+	many := strings.Repeat("a line\n", 20)
+	for name, c := range map[string]struct {
+		exit        Exit
+		first       string
+		want        []string
+		lines, most int
+	}{
+		"nothing was said": {Exit{Status: "signal: killed"}, "its VMM ended: signal: killed", nil, 1, 1},
+		"the last lines":   {Exit{Status: "exit status 1", Log: many + "no such device", Console: many + "the end\n"}, "its VMM ended: exit status 1", []string{"no such device", "the end"}, 21, 21},
+		"a panic": {
+			Exit{Status: "exit status 0", Console: many + "[  639.7] Kernel panic - not syncing: sysrq triggered crash\n[  639.8] CPU: 0\n" + many + "[ 640.0] Kernel panic - not syncing: another\n"},
+			"its VMM ended: exit status 0, after a panic of the guest's kernel: sysrq triggered crash",
+			[]string{"console: [  639.7] Kernel panic", "CPU: 0"},
+			11, 11,
+		},
+	} {
+		got := c.exit.Describe()
+		first, _, _ := strings.Cut(got, "\n")
+		if n := strings.Count(got, "\n") + 1; first != c.first || n < c.lines || n > c.most {
+			t.Errorf("%s: %d lines, %q", name, n, got)
+		}
+		for _, want := range c.want {
+			if !strings.Contains(got, want) {
+				t.Errorf("%s: %q lacks %q", name, got, want)
+			}
+		}
+	}
+}
