@@ -154,22 +154,24 @@ func TestUselessMachines(t *testing.T) {
 	eventually.True(t, "they are gone", func() bool { return o.living() == 0 })
 
 	o.set(func() { o.busy = false })
-	o.await(t, "c", 2)
+	o.Forked("ended", 2, "") // what did not fit was lost: no more are made for it before its next fork
+	o.await(t, "ended", 2)
 	o.set(func() {
 		o.busy = true
 		for m := range o.alive {
 			o.dead[m] = true
 		}
 	})
-	if m, ok := o.Take("c", any1); ok {
+	if m, ok := o.Take("ended", any1); ok {
 		t.Errorf("took %v, which has ended", m)
 	}
 	eventually.True(t, "they are gone", func() bool { return o.living() == 0 })
 
 	o.set(func() { o.busy = false })
-	o.await(t, "c", 2)
+	o.Forked("old", 2, "")
+	o.await(t, "old", 2)
 	o.set(func() { o.now = o.now.Add(maxAge + time.Second) })
-	eventually.True(t, "they are gone", func() bool { return o.living() == 0 && o.Ready("c") == 0 })
+	eventually.True(t, "they are gone", func() bool { return o.living() == 0 && o.Ready("old") == 0 })
 	made := o.made
 	o.look()
 	o.Forked("d", 1, "")
