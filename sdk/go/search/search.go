@@ -176,12 +176,46 @@ func (s *Search) Run(ctx context.Context) (Result, error) {
 		r.err = context.Cause(ctx)
 	}
 	if r.err == nil {
+		r.err = s.tidy(ctx)
+	}
+	if r.err == nil {
 		r.err = s.readBest(ctx)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	n, _ := s.tree.root.best()
 	return Result{Best: n, Tried: s.tried, End: r.end}, r.err
+}
+
+// tidy tells parents of subtrees that are done, of which they do not know: a searcher that crashed has finished the subtree, and nobody tries
+// anything there any more who would tell them.
+func (s *Search) tidy(ctx context.Context) error {
+	for _, n := range s.untold() {
+		if err := s.pass(ctx, n, nil); err != nil && !errors.Is(err, ErrGone) {
+			return err
+		}
+	}
+	return nil
+}
+
+// untold returns the nodes that are done and whose parents do not know it, the deepest first.
+func (s *Search) untold() (list []*node) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var walk func(n *node)
+	walk = func(n *node) {
+		for _, c := range n.children {
+			walk(c)
+		}
+		if n.parent == nil || !n.record.Done {
+			return
+		}
+		if e := n.parent.record.edge(n.action); e != nil && e.Child == n.id && !e.Done {
+			list = append(list, n)
+		}
+	}
+	walk(s.tree.root)
+	return list
 }
 
 // Tree returns a copy of the tree as this searcher knows it.

@@ -352,3 +352,45 @@ func (refuser) Actions(context.Context, *search.Node) ([]search.Action, error) {
 func (r refuser) Expand(context.Context, *search.Node, []search.Action) ([]search.Outcome, error) {
 	return []search.Outcome{{Reason: r.reason}}, nil
 }
+
+// untried is a problem of which nothing is left to try.
+type untried struct{ t *testing.T }
+
+func (u untried) Actions(context.Context, *search.Node) ([]search.Action, error) {
+	u.t.Error("a node was asked for its actions")
+	return nil, nil
+}
+
+func (u untried) Expand(context.Context, *search.Node, []search.Action) ([]search.Outcome, error) {
+	u.t.Error("a node was expanded")
+	return nil, errors.New("nothing is left to try")
+}
+
+// TestSubtreeThatNobodyToldOf: a searcher that crashed has finished a subtree, and its parents do not know. The next one tells them.
+func TestSubtreeThatNobodyToldOf(t *testing.T) {
+	t.Parallel()
+	var m search.Memory
+	leaf := search.Record{Action: "b", Value: new(0.75), Terminal: true, Done: true, Visits: 1, ValueSum: 0.75, Min: 0.75, Max: 0.75}
+	child := search.Record{
+		Action: "a", Value: new(0.5), Proposed: true, Done: true, Visits: 2, ValueSum: 1.25, Min: 0.5, Max: 0.75,
+		Edges: []search.Edge{{Action: search.Action{Name: "b"}, Child: "leaf", Value: 0.75, Visits: 1, ValueSum: 0.75, Min: 0.75, Max: 0.75, Done: true}},
+	}
+	root := search.Record{
+		Proposed: true, Visits: 1, ValueSum: 0.5, Min: 0.5, Max: 0.5,
+		Edges: []search.Edge{{Action: search.Action{Name: "a"}, Child: "child", Value: 0.5, Visits: 1, ValueSum: 0.5, Min: 0.5, Max: 0.5}},
+	}
+	m.Add("", "root", root)
+	m.Add("root", "child", child)
+	m.Add("child", "leaf", leaf)
+	s, err := search.New(search.Config{Root: "root", Problem: untried{t}, Store: &m, Strategy: search.UCT{C: 1}, Budget: 10})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := s.Run(t.Context())
+	if err != nil || r.Tried != 0 || r.Best.Value != 0.75 {
+		t.Fatalf("%v: %+v, best %+v", err, r, r.Best)
+	}
+	if got, _, err := m.Load(t.Context(), "root"); err != nil || got.Visits != 2 || got.ValueSum != 1.25 || !got.Done || got.Max != 0.75 {
+		t.Errorf("the root has %+v, %v", got, err)
+	}
+}
