@@ -84,6 +84,7 @@ func TestOneTimeThings(t *testing.T) {
 		}
 		return out
 	}
+	said(ws) // a checkpoint before that has no file yet
 	if got := who(checkpoint(t, s, ws).ID); !slices.Equal(got, []string{"client-1 refresh-1", "client-1 refresh-1"}) {
 		t.Errorf("clones without a hook say %q: this test shows nothing", got)
 	}
