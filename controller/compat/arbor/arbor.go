@@ -54,7 +54,9 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		writeFailure(w, f)
 		return
 	}
-	l.route(w, r)
+	if f := shared.Route(l.routes, w, r); f != nil {
+		writeFailure(w, f)
+	}
 }
 
 // browser refuses what only browsers send. Old ones send the form of a page without an origin, and a form can be taken for JSON here.

@@ -177,8 +177,8 @@ func TestRefused(t *testing.T) {
 		"a large body":        {ask{method: "POST", path: "/v1/workspaces", body: strings.Repeat(" ", 1<<20+1)}, 413, "BODY_TOO_LARGE", ""},
 	} {
 		r := w.do(c.ask).want(t, c.status, nil)
-		if c.code != "" && r.code() != c.code || !strings.Contains(r.body, c.names) {
-			t.Errorf("%s: %s, want %s and %q", name, r.body, c.code, c.names)
+		if c.code != "" && r.code() != c.code || !strings.Contains(r.Body, c.names) {
+			t.Errorf("%s: %s, want %s and %q", name, r.Body, c.code, c.names)
 		}
 	}
 	n := 0
@@ -212,8 +212,8 @@ func TestGrants(t *testing.T) {
 		return got.Network.Allow
 	}
 	r := w.do(ask{method: "PUT", path: at + "g", body: `{"provider": "openai", "vault_ref": "vault://prod/other", "allowed_hosts": ["api.openai.com"]}`})
-	if r.status < 400 || r.status >= 500 || r.code() != "SECRET_POLICY_DENIED" || len(allowed()) != 0 {
-		t.Errorf("a secret that is not there: %d %s; allowed %v", r.status, r.body, allowed())
+	if r.Status < 400 || r.Status >= 500 || r.code() != "SECRET_POLICY_DENIED" || len(allowed()) != 0 {
+		t.Errorf("a secret that is not there: %d %s; allowed %v", r.Status, r.Body, allowed())
 	}
 	var got struct {
 		GrantID string `json:"grant_id"`
@@ -311,8 +311,8 @@ func TestAttach(t *testing.T) {
 		r := w.do(ask{method: "GET", at: strings.Replace(url, "ws://", "http://", 1), header: map[string]string{
 			"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
 		}})
-		if r.status != http.StatusUnauthorized {
-			t.Errorf("%s: %d %s", name, r.status, r.body)
+		if r.Status != http.StatusUnauthorized {
+			t.Errorf("%s: %d %s", name, r.Status, r.Body)
 		}
 	}
 }
@@ -339,8 +339,8 @@ func TestOnlyThisHostWithoutKey(t *testing.T) {
 	} {
 		a := ask{method: "POST", path: "/v1/workspaces", body: `{}`}
 		c.change(&a)
-		if r := w.do(a); r.status != c.want || r.header.Get("Access-Control-Allow-Origin") != "" {
-			t.Errorf("%s: %d %s", name, r.status, r.body)
+		if r := w.do(a); r.Status != c.want || r.Header.Get("Access-Control-Allow-Origin") != "" {
+			t.Errorf("%s: %d %s", name, r.Status, r.Body)
 		}
 	}
 }
@@ -354,7 +354,7 @@ func TestForeignKey(t *testing.T) {
 	w.do(ask{method: "POST", path: "/v1/workspaces/" + ws.WorkspaceID + "/checkpoints", body: `{}`}).want(t, http.StatusAccepted, &b)
 	ckpt := w.ends(b).CheckpointID
 	w.do(ask{method: "POST", path: "/v1/workspaces/" + ws.WorkspaceID + "/exec", body: `{"command": ["cat"]}`}).want(t, http.StatusAccepted, &b)
-	foreign := map[string]string{"Authorization": "Bearer " + w.tenant("blue")}
+	foreign := map[string]string{"Authorization": "Bearer " + w.cell.Tenant(t, "blue")}
 	absent := func(id string) string { return id[:strings.Index(id, "_")+1] + strings.Repeat("0", 26) }
 	for _, route := range []struct{ method, path, body, id string }{
 		{"GET", "/v1/workspaces/ID", "", ws.WorkspaceID},
@@ -374,14 +374,14 @@ func TestForeignKey(t *testing.T) {
 		get := func(id string) (status int, text string) {
 			r := w.do(ask{method: route.method, path: strings.Replace(route.path, "ID", id, 1), body: route.body, at: w.keyed, header: foreign})
 			var e map[string]map[string]any
-			if err := json.Unmarshal([]byte(r.body), &e); err != nil {
-				t.Fatalf("%s %s: %v: %s", route.method, route.path, err, r.body)
+			if err := json.Unmarshal([]byte(r.Body), &e); err != nil {
+				t.Fatalf("%s %s: %v: %s", route.method, route.path, err, r.Body)
 			}
 			if d, ok := e["error"]["details"].(map[string]any); ok {
 				delete(d, "request_id")
 			}
 			b, _ := json.Marshal(e)
-			return r.status, strings.ReplaceAll(string(b), id, "ID")
+			return r.Status, strings.ReplaceAll(string(b), id, "ID")
 		}
 		s1, t1 := get(route.id)
 		s2, t2 := get(absent(route.id))

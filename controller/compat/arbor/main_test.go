@@ -3,7 +3,7 @@ package arbor_test
 import (
 	"context"
 	"encoding/json"
-	"io"
+	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -74,20 +74,6 @@ func (w *world) layer(key string) string {
 	return controllertest.Serve(w.t, h)
 }
 
-// tenant makes a project with a key of its own.
-func (w *world) tenant(name string) (key string) {
-	w.t.Helper()
-	p, err := w.rest.CreateProject(w.t.Context(), coppice.CreateProjectRequest{Name: name})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	k, err := w.rest.CreateKey(w.t.Context(), p.ID, coppice.CreateKeyRequest{Name: name})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return k.Secret
-}
-
 // ask is a request to the layer.
 type ask struct {
 	method, path, body string
@@ -96,11 +82,7 @@ type ask struct {
 	host               string
 }
 
-type reply struct {
-	status int
-	header http.Header
-	body   string
-}
+type reply controllertest.Reply
 
 // do sends a request as `curl -d` does: the body has the type of a form.
 func (w *world) do(a ask) reply {
@@ -108,43 +90,26 @@ func (w *world) do(a ask) reply {
 	if a.at == "" {
 		a.at = w.url
 	}
-	req, err := http.NewRequestWithContext(w.t.Context(), a.method, a.at+a.path, strings.NewReader(a.body))
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	header := map[string]string{}
 	if a.body != "" {
-		req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+		header["Content-Type"] = "application/x-www-form-urlencoded"
 	}
-	if a.host != "" {
-		req.Host = a.host
-	}
-	for k, v := range a.header {
-		req.Header.Set(k, v)
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return reply{resp.StatusCode, resp.Header, string(b)}
+	maps.Copy(header, a.header)
+	return reply(controllertest.Ask(w.t, a.method, a.at+a.path, a.host, header, a.body))
 }
 
 // want checks a status and decodes the answer. Each error has Arbor's form.
 func (r reply) want(t *testing.T, status int, into any) reply {
 	t.Helper()
-	if r.status != status {
-		t.Fatalf("status %d, want %d: %s", r.status, status, r.body)
+	if r.Status != status {
+		t.Fatalf("status %d, want %d: %s", r.Status, status, r.Body)
 	}
-	if status >= http.StatusBadRequest && (r.code() == "" || r.header.Get("Content-Type") != "application/json") {
-		t.Errorf("the error has no code: %s", r.body)
+	if status >= http.StatusBadRequest && (r.code() == "" || r.Header.Get("Content-Type") != "application/json") {
+		t.Errorf("the error has no code: %s", r.Body)
 	}
 	if into != nil {
-		if err := json.Unmarshal([]byte(r.body), into); err != nil {
-			t.Fatalf("%v: %s", err, r.body)
+		if err := json.Unmarshal([]byte(r.Body), into); err != nil {
+			t.Fatalf("%v: %s", err, r.Body)
 		}
 	}
 	return r
@@ -155,7 +120,7 @@ func (r reply) code() string {
 	var e struct {
 		Error struct{ Code, Message string }
 	}
-	if err := json.Unmarshal([]byte(r.body), &e); err != nil || e.Error.Message == "" {
+	if err := json.Unmarshal([]byte(r.Body), &e); err != nil || e.Error.Message == "" {
 		return ""
 	}
 	return e.Error.Code

@@ -3,11 +3,7 @@ package arbor
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
-	"io"
 	"net/http"
-	"os"
-	"path"
 	"strings"
 	"time"
 
@@ -98,25 +94,11 @@ func (l *layer) answer(w http.ResponseWriter, r *http.Request, h handler) (answe
 			return answer{}, err
 		}
 	}
-	body, err := readBody(w, r)
+	body, err := shared.ReadBody(w, r, maxBody) // of any type, see the package comment
 	if err != nil {
 		return answer{}, err
 	}
 	return h(r, call{c, l, r.PathValue("id"), body})
-}
-
-// readBody reads a body of any type, see the package comment.
-func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
-	body, err := io.ReadAll(shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, maxBody), Writer: w})
-	switch {
-	case errors.As(err, new(*http.MaxBytesError)):
-		return nil, shared.Failf(http.StatusRequestEntityTooLarge, "the body has more than %d bytes", maxBody)
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, shared.Failf(http.StatusRequestTimeout, "the body did not arrive within %v", shared.BodyTime)
-	case err != nil:
-		return nil, shared.Failf(http.StatusBadRequest, "the body cannot be read")
-	}
-	return body, nil
 }
 
 // read decodes the body of a call. An unknown field is refused by its name: to ignore it could do something that the client did not ask for.
@@ -133,24 +115,6 @@ func (c call) read(into any) error {
 		return shared.Failf(http.StatusBadRequest, "the body has more than one JSON value")
 	}
 	return nil
-}
-
-// route finds the route of a request. It never redirects: clients would repeat a POST as a GET.
-func (l *layer) route(w http.ResponseWriter, r *http.Request) {
-	if p := r.URL.Path; path.Clean(p) == p {
-		if _, pattern := l.routes.Handler(r); pattern != "" {
-			l.routes.ServeHTTP(w, r)
-			return
-		}
-		for _, method := range []string{http.MethodGet, http.MethodPost, http.MethodPut, http.MethodDelete} {
-			other := &http.Request{Method: method, URL: r.URL, Host: r.Host}
-			if _, pattern := l.routes.Handler(other); pattern != "" {
-				writeFailure(w, shared.Failf(http.StatusMethodNotAllowed, "%s does not accept the method %s", shared.Clip(p), shared.Clip(r.Method)))
-				return
-			}
-		}
-	}
-	writeFailure(w, shared.Failf(http.StatusNotFound, "there is no route %s %s here", shared.Clip(r.Method), shared.Clip(r.URL.Path)))
 }
 
 // health says whether new workspaces can be made. It needs no key.

@@ -60,7 +60,9 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		writeFailure(w, f)
 		return
 	}
-	l.route(w, r)
+	if f := shared.Route(l.routes, w, r); f != nil {
+		writeFailure(w, f)
+	}
 }
 
 // caller returns the REST client of a request. A key comes as a bearer token or as a password.

@@ -45,9 +45,9 @@ func TestOnlyThisHostWithoutKey(t *testing.T) {
 	} {
 		a := cmd
 		c.change(&a)
-		if r := w.do(a); r.status != c.want {
-			t.Errorf("%s: %d %s", name, r.status, r.body)
-		} else if h := r.header; h.Get("Access-Control-Allow-Origin") != "" {
+		if r := w.do(a); r.Status != c.want {
+			t.Errorf("%s: %d %s", name, r.Status, r.Body)
+		} else if h := r.Header; h.Get("Access-Control-Allow-Origin") != "" {
 			t.Errorf("%s: %v", name, h)
 		}
 	}
@@ -70,7 +70,7 @@ func TestOnlyThisHostWithoutKey(t *testing.T) {
 func TestKeys(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	foreign := w.tenant("other")
+	foreign := w.cell.Tenant(t, "other")
 	w.start("vm", "")
 	w.snapshot("vm", "s")
 	in := func(user, password string) string {
@@ -91,8 +91,8 @@ func TestKeys(t *testing.T) {
 		"right, but from a page": {w.keyed, map[string]string{"Authorization": "Bearer " + firstKey, "Origin": "https://evil.example"}, 403},
 	} {
 		for _, path := range []string{"/vms", "/v1/vms/vm", "/vms/vm/files?paths=f"} {
-			if r := w.do(ask{method: "GET", path: path, at: c.at, header: c.header}); r.status != c.want {
-				t.Errorf("%s: %s: %d %s", name, path, r.status, r.body)
+			if r := w.do(ask{method: "GET", path: path, at: c.at, header: c.header}); r.Status != c.want {
+				t.Errorf("%s: %s: %d %s", name, path, r.Status, r.Body)
 			}
 		}
 	}
@@ -120,7 +120,7 @@ func TestKeys(t *testing.T) {
 		seen := func(vm, snapshot string) string {
 			r := strings.NewReplacer("VM", vm, "SNAP", snapshot)
 			got := w.do(ask{method: a.method, path: r.Replace(a.path), body: strings.ReplaceAll(a.body, `"SNAP"`, `"`+snapshot+`"`), at: in("any", foreign)})
-			return fmt.Sprint(got.status, strings.NewReplacer(`\"`+vm+`\"`, "VM", `\"`+snapshot+`\"`, "SNAP").Replace(got.body))
+			return fmt.Sprint(got.Status, strings.NewReplacer(`\"`+vm+`\"`, "VM", `\"`+snapshot+`\"`, "SNAP").Replace(got.Body))
 		}
 		if theirs, none := seen("vm", "s"), seen("mv", "z"); theirs != none {
 			t.Errorf("%s %s: for a foreign one %s, for none %s", a.method, a.path, theirs, none)
@@ -171,8 +171,8 @@ func TestErrorsHaveTheirForm(t *testing.T) {
 	at := controllertest.Serve(t, h)
 	for _, path := range []string{"/vms", "/vms/x", "/health", "/vms/x/files?paths=a"} {
 		r := w.do(ask{method: "GET", path: path, at: at})
-		if r.want(t, r.status, nil); r.status < 500 || strings.Contains(r.body, "secret") {
-			t.Errorf("%s: %d %s", path, r.status, r.body)
+		if r.want(t, r.Status, nil); r.Status < 500 || strings.Contains(r.Body, "secret") {
+			t.Errorf("%s: %d %s", path, r.Status, r.Body)
 		}
 	}
 }

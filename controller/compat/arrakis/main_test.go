@@ -2,9 +2,8 @@ package arrakis_test
 
 import (
 	"encoding/json"
-	"io"
+	"maps"
 	"net/http"
-	"strings"
 	"testing"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -61,20 +60,6 @@ func (w *world) layer(cfg arrakis.Config) string {
 	return controllertest.Serve(w.t, h)
 }
 
-// tenant makes a project with a key of its own.
-func (w *world) tenant(name string) (key string) {
-	w.t.Helper()
-	p, err := w.rest.CreateProject(w.t.Context(), coppice.CreateProjectRequest{Name: name})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	k, err := w.rest.CreateKey(w.t.Context(), p.ID, coppice.CreateKeyRequest{Name: name})
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return k.Secret
-}
-
 // ask is a request to the layer.
 type ask struct {
 	method, path, body string
@@ -83,57 +68,36 @@ type ask struct {
 	host               string
 }
 
-type reply struct {
-	status int
-	header http.Header
-	body   string
-}
+type reply controllertest.Reply
 
 func (w *world) do(a ask) reply {
 	w.t.Helper()
 	if a.at == "" {
 		a.at = w.url
 	}
-	req, err := http.NewRequestWithContext(w.t.Context(), a.method, a.at+a.path, strings.NewReader(a.body))
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	header := map[string]string{}
 	if a.body != "" {
-		req.Header.Set("Content-Type", "application/json")
+		header["Content-Type"] = "application/json"
 	}
-	if a.host != "" {
-		req.Host = a.host
-	}
-	for k, v := range a.header {
-		req.Header.Set(k, v)
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return reply{resp.StatusCode, resp.Header, string(b)}
+	maps.Copy(header, a.header)
+	return reply(controllertest.Ask(w.t, a.method, a.at+a.path, a.host, header, a.body))
 }
 
 // want checks a status and decodes the answer. Each answer is JSON, and each error has Arrakis' form.
 func (r reply) want(t *testing.T, status int, into any) reply {
 	t.Helper()
-	if r.status != status {
-		t.Fatalf("status %d, want %d: %s", r.status, status, r.body)
+	if r.Status != status {
+		t.Fatalf("status %d, want %d: %s", r.Status, status, r.Body)
 	}
-	if kind := r.header.Get("Content-Type"); kind != "application/json" {
+	if kind := r.Header.Get("Content-Type"); kind != "application/json" {
 		t.Errorf("the answer is %q", kind)
 	}
 	if status >= http.StatusBadRequest && r.message() == "" {
-		t.Errorf("the error has no message: %s", r.body)
+		t.Errorf("the error has no message: %s", r.Body)
 	}
 	if into != nil {
-		if err := json.Unmarshal([]byte(r.body), into); err != nil {
-			t.Fatalf("%v: %s", err, r.body)
+		if err := json.Unmarshal([]byte(r.Body), into); err != nil {
+			t.Fatalf("%v: %s", err, r.Body)
 		}
 	}
 	return r
@@ -141,7 +105,7 @@ func (r reply) want(t *testing.T, status int, into any) reply {
 
 func (r reply) message() string {
 	var e struct{ Error struct{ Message string } }
-	_ = json.Unmarshal([]byte(r.body), &e)
+	_ = json.Unmarshal([]byte(r.Body), &e)
 	return e.Error.Message
 }
 

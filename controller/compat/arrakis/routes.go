@@ -4,11 +4,8 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"io"
 	"mime"
 	"net/http"
-	"os"
-	"path"
 	"strings"
 	"time"
 
@@ -116,24 +113,6 @@ func (l *layer) answer(w http.ResponseWriter, r *http.Request, most int64, h han
 	return nil
 }
 
-// route finds the route of a request. It never redirects: clients would repeat a POST as a GET.
-func (l *layer) route(w http.ResponseWriter, r *http.Request) {
-	if p := r.URL.Path; path.Clean(p) == p {
-		if _, pattern := l.routes.Handler(r); pattern != "" {
-			l.routes.ServeHTTP(w, r)
-			return
-		}
-		for _, method := range []string{http.MethodGet, http.MethodPost, http.MethodPatch, http.MethodDelete} {
-			other := &http.Request{Method: method, URL: r.URL, Host: r.Host}
-			if _, pattern := l.routes.Handler(other); pattern != "" {
-				writeFailure(w, shared.Failf(http.StatusMethodNotAllowed, "%s does not accept the method %s", shared.Clip(p), shared.Clip(r.Method)))
-				return
-			}
-		}
-	}
-	writeFailure(w, shared.Failf(http.StatusNotFound, "there is no route %s %s here", shared.Clip(r.Method), shared.Clip(r.URL.Path)))
-}
-
 // health says whether new VMs can be started. It needs no key.
 func (l *layer) health(w http.ResponseWriter, r *http.Request) {
 	if _, err := shared.Client(l.API, "", "coppice-arrakis").Ready(r.Context()); err != nil {
@@ -145,14 +124,9 @@ func (l *layer) health(w http.ResponseWriter, r *http.Request) {
 
 // readBody reads a body of JSON. Any other type is refused: a web page can send those without asking the server first.
 func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
-	body, err := io.ReadAll(shared.HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, most), Writer: w})
-	switch {
-	case errors.As(err, new(*http.MaxBytesError)):
-		return nil, shared.Failf(http.StatusRequestEntityTooLarge, "the body has more than %d bytes", most)
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, shared.Failf(http.StatusRequestTimeout, "the body did not arrive within %v", shared.BodyTime)
-	case err != nil:
-		return nil, shared.Failf(http.StatusBadRequest, "the body cannot be read")
+	body, err := shared.ReadBody(w, r, most)
+	if err != nil {
+		return nil, err
 	}
 	media, _, _ := mime.ParseMediaType(r.Header.Get("Content-Type")) // a type that cannot be parsed is none
 	if len(body) > 0 && media != "application/json" {

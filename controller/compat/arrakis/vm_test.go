@@ -137,7 +137,7 @@ func TestAtTheSameTime(t *testing.T) {
 		group.Wait()
 		statuses = map[int]int{}
 		for _, r := range replies {
-			statuses[r.status]++
+			statuses[r.Status]++
 		}
 		return statuses
 	}

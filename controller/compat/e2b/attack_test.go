@@ -68,7 +68,7 @@ func TestForeignKeySeesNothing(t *testing.T) {
 				b.body = strings.ReplaceAll(a.body, "SNAP", snapshot)
 			}
 			got := w.do(b)
-			return fmt.Sprint(got.status, strings.NewReplacer(sandbox, "ID", snapshot, "SNAP").Replace(got.body))
+			return fmt.Sprint(got.Status, strings.NewReplacer(sandbox, "ID", snapshot, "SNAP").Replace(got.Body))
 		}
 		if theirs, none := ask(s.SandboxID, snap.SnapshotID), ask(absent, noSnapshot); theirs != none {
 			t.Errorf("%s %s: for a foreign one %s, for none %s", a.method, a.path, theirs, none)
@@ -116,8 +116,8 @@ func TestTokens(t *testing.T) {
 		bad.EnvdAccessToken = token
 		w.envd(bad, list).want(t, http.StatusUnauthorized, nil)
 		w.envd(bad, files).want(t, http.StatusUnauthorized, nil)
-		if r := w.envd(bad, ask{method: "GET", path: "/health"}); r.status != http.StatusBadGateway {
-			t.Errorf("%s: health answers %d", name, r.status)
+		if r := w.envd(bad, ask{method: "GET", path: "/health"}); r.Status != http.StatusBadGateway {
+			t.Errorf("%s: health answers %d", name, r.Status)
 		}
 		bad.SandboxID = "06e5bqv7z0f3m8k2h1t9r4w6xc"
 		w.envd(bad, files).want(t, http.StatusUnauthorized, nil)
@@ -167,13 +167,13 @@ func TestSignedLinks(t *testing.T) {
 	host := "49983-" + s.SandboxID + ".sandbox.example"
 	soon, past := time.Now().Add(time.Hour).Unix(), time.Now().Add(-time.Hour).Unix()
 	r := w.do(ask{method: "GET", path: sign("/b c.txt", "read", s.EnvdAccessToken, soon), key: "-", host: host, header: map[string]string{"Range": "bytes=1-3"}})
-	if r.want(t, http.StatusPartialContent, nil); r.body != "ell" {
-		t.Errorf("%q", r.body)
+	if r.want(t, http.StatusPartialContent, nil); r.Body != "ell" {
+		t.Errorf("%q", r.Body)
 	}
 	w.do(ask{method: "GET", path: sign("/b c.txt", "read", s.EnvdAccessToken, 0), key: "-", host: host}).want(t, http.StatusOK, nil)
 	expired := w.do(ask{method: "GET", path: sign("/b c.txt", "read", s.EnvdAccessToken, past), key: "-", host: host})
-	if expired.want(t, http.StatusUnauthorized, nil); !strings.Contains(expired.body, `"signature is already expired"`) {
-		t.Error(expired.body)
+	if expired.want(t, http.StatusUnauthorized, nil); !strings.Contains(expired.Body, `"signature is already expired"`) {
+		t.Error(expired.Body)
 	}
 	for name, path := range map[string]string{
 		"of another sandbox": sign("/b c.txt", "read", other.EnvdAccessToken, soon), "for writing": sign("/b c.txt", "write", s.EnvdAccessToken, soon),
@@ -182,8 +182,8 @@ func TestSignedLinks(t *testing.T) {
 		"of a user":         sign("/b c.txt", "read", s.EnvdAccessToken, soon) + "&username=root",
 		"expired and wrong": sign("/b c.txt", "read", other.EnvdAccessToken, past),
 	} {
-		if r := w.do(ask{method: "GET", path: path, key: "-", host: host}); r.status != http.StatusUnauthorized || strings.Contains(r.body, "expired") {
-			t.Errorf("%s: %d %s", name, r.status, r.body)
+		if r := w.do(ask{method: "GET", path: path, key: "-", host: host}); r.Status != http.StatusUnauthorized || strings.Contains(r.Body, "expired") {
+			t.Errorf("%s: %d %s", name, r.Status, r.Body)
 		}
 	}
 }
@@ -214,12 +214,12 @@ func TestPorts(t *testing.T) {
 	}
 	host := "3000-" + s.SandboxID + ".sandbox.example"
 	r := w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"E2b-Traffic-Access-Token": s.TrafficAccessToken}})
-	if r.want(t, http.StatusOK, nil); r.body != host+"/a" {
-		t.Errorf("%q", r.body)
+	if r.want(t, http.StatusOK, nil); r.Body != host+"/a" {
+		t.Errorf("%q", r.Body)
 	}
 	r = w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"X-Access-Token": s.EnvdAccessToken, "Origin": "https://a.example"}})
 	r.want(t, http.StatusOK, nil)
-	if h := r.header; h.Get("Set-Cookie") != "a=b; Path=/" || len(h.Values("Access-Control-Allow-Origin")) != 1 || h.Get("Access-Control-Allow-Origin") != "*" || h.Get("Access-Control-Allow-Credentials") != "" {
+	if h := r.Header; h.Get("Set-Cookie") != "a=b; Path=/" || len(h.Values("Access-Control-Allow-Origin")) != 1 || h.Get("Access-Control-Allow-Origin") != "*" || h.Get("Access-Control-Allow-Credentials") != "" {
 		t.Errorf("the guest speaks for others: %v", h)
 	}
 	w.runner.Hook(func(_ context.Context, at, _ string) error {
@@ -233,8 +233,8 @@ func TestPorts(t *testing.T) {
 	w.runner.Hook(nil)
 	guest.Close()
 	r = w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"E2b-Traffic-Access-Token": s.TrafficAccessToken}})
-	if r.want(t, http.StatusBadGateway, nil); !strings.Contains(r.body, "The sandbox is running but port is not open") {
-		t.Error(r.body)
+	if r.want(t, http.StatusBadGateway, nil); !strings.Contains(r.Body, "The sandbox is running but port is not open") {
+		t.Error(r.Body)
 	}
 }
 

@@ -62,8 +62,8 @@ func TestLifeOfASandbox(t *testing.T) {
 	w.do(ask{method: "DELETE", path: at}).want(t, http.StatusNotFound, nil)
 	gone := w.envd(s, ask{method: "GET", path: "/health"})
 	gone.want(t, http.StatusBadGateway, nil)
-	if !strings.Contains(gone.body, "The sandbox was not found") {
-		t.Error(gone.body)
+	if !strings.Contains(gone.Body, "The sandbox was not found") {
+		t.Error(gone.Body)
 	}
 }
 
@@ -178,7 +178,7 @@ func TestListPages(t *testing.T) {
 			for _, s := range page {
 				got = append(got, s.SandboxID)
 			}
-			if token = r.header.Get("X-Next-Token"); token == "" {
+			if token = r.Header.Get("X-Next-Token"); token == "" {
 				break
 			}
 		}
@@ -229,8 +229,8 @@ func TestErrorsHaveTheirForm(t *testing.T) {
 			Code    int
 			Message string
 		}
-		if json.Unmarshal([]byte(r.body), &e) != nil || r.status != c.status || e.Code != c.status || e.Message == "" {
-			t.Errorf("%s %s %.80s: %d %.200s, want %d", c.method, c.path, c.body, r.status, r.body, c.status)
+		if json.Unmarshal([]byte(r.Body), &e) != nil || r.Status != c.status || e.Code != c.status || e.Message == "" {
+			t.Errorf("%s %s %.80s: %d %.200s, want %d", c.method, c.path, c.body, r.Status, r.Body, c.status)
 		}
 	}
 }

@@ -196,8 +196,8 @@ func TestUploadBounds(t *testing.T) {
 		t.Fatal(err)
 	}
 	send("?path=y", "application/octet-stream", packed.String(), "Content-Encoding", "gzip").want(t, http.StatusOK, nil)
-	if r := w.envd(s, ask{method: "GET", path: "/files?path=/root/y"}); r.body != "unpacked" {
-		t.Errorf("%d %q", r.status, r.body)
+	if r := w.envd(s, ask{method: "GET", path: "/files?path=/root/y"}); r.Body != "unpacked" {
+		t.Errorf("%d %q", r.Status, r.Body)
 	}
 }
 

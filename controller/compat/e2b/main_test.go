@@ -3,7 +3,6 @@ package e2b_test
 import (
 	"context"
 	"encoding/json"
-	"io"
 	"maps"
 	"net/http"
 	"strings"
@@ -62,54 +61,33 @@ type ask struct {
 	host               string
 }
 
-type reply struct {
-	status int
-	header http.Header
-	body   string
-}
+type reply controllertest.Reply
 
 func (w *world) do(a ask) reply {
 	w.t.Helper()
-	req, err := http.NewRequestWithContext(w.t.Context(), a.method, w.url+a.path, strings.NewReader(a.body))
-	if err != nil {
-		w.t.Fatal(err)
-	}
+	header := map[string]string{}
 	switch a.key {
 	case "":
-		req.Header.Set("X-API-KEY", firstKey)
+		header["X-API-KEY"] = firstKey
 	case "-":
 	default:
-		req.Header.Set("X-API-KEY", a.key)
+		header["X-API-KEY"] = a.key
 	}
-	if a.host != "" {
-		req.Host = a.host
-	}
-	for k, v := range a.header {
-		req.Header.Set(k, v)
-	}
-	resp, err := http.DefaultClient.Do(req)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil {
-		w.t.Fatal(err)
-	}
-	return reply{resp.StatusCode, resp.Header, string(b)}
+	maps.Copy(header, a.header)
+	return reply(controllertest.Ask(w.t, a.method, w.url+a.path, a.host, header, a.body))
 }
 
 // want checks a status and decodes the answer.
 func (r reply) want(t *testing.T, status int, into any) {
 	t.Helper()
-	if r.status != status {
-		t.Fatalf("status %d, want %d: %s", r.status, status, r.body)
+	if r.Status != status {
+		t.Fatalf("status %d, want %d: %s", r.Status, status, r.Body)
 	}
 	if into == nil {
 		return
 	}
-	if err := json.Unmarshal([]byte(r.body), into); err != nil {
-		t.Fatalf("%v: %s", err, r.body)
+	if err := json.Unmarshal([]byte(r.Body), into); err != nil {
+		t.Fatalf("%v: %s", err, r.Body)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 	"net/http"
+	"os"
 	"time"
 )
 
@@ -35,4 +36,18 @@ func (b HurriedBody) Read(p []byte) (int, error) {
 		Unhurry(b.Writer)
 	}
 	return n, err
+}
+
+// ReadBody reads the body of a request, which has at most so many bytes and as much time as BodyTime.
+func ReadBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
+	body, err := io.ReadAll(HurriedBody{ReadCloser: http.MaxBytesReader(w, r.Body, most), Writer: w})
+	switch {
+	case errors.As(err, new(*http.MaxBytesError)):
+		return nil, Failf(http.StatusRequestEntityTooLarge, "the body has more than %d bytes", most)
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return nil, Failf(http.StatusRequestTimeout, "the body did not arrive within %v", BodyTime)
+	case err != nil:
+		return nil, Failf(http.StatusBadRequest, "the body cannot be read")
+	}
+	return body, nil
 }
