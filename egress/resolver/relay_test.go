@@ -1,7 +1,6 @@
 package resolver_test
 
 import (
-	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -69,29 +68,8 @@ func (s *nameServer) count() int {
 // relayTo serves a resolver that asks servers.
 func relayTo(t *testing.T, servers ...string) *world {
 	t.Helper()
-	w := &world{counts: map[resolver.Answer]int{}}
-	udp, err := net.ListenPacket("udp", testaddr.New())
-	if err != nil {
-		t.Fatal(err)
-	}
-	w.addr = udp.LocalAddr().String()
-	tcp, err := net.Listen("tcp", w.addr)
-	if err != nil {
-		t.Fatal(err)
-	}
-	s := resolver.Serve(resolver.Config{
-		Servers: func() []string { return servers }, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
-		Count: func(a resolver.Answer) {
-			w.mu.Lock()
-			defer w.mu.Unlock()
-			w.counts[a]++
-		},
-	}, udp, tcp)
-	t.Cleanup(func() {
-		if err := s.Close(); err != nil {
-			t.Error(err)
-		}
-	})
+	w := &world{}
+	w.serve(t, resolver.Config{Servers: func() []string { return servers }})
 	return w
 }
 

@@ -38,11 +38,20 @@ type world struct {
 	addr   string
 }
 
+// serve serves a resolver that allows names.
 func serve(t *testing.T, limit int, allow ...string) *world {
 	t.Helper()
-	w := &world{counts: map[resolver.Answer]int{}}
+	w := &world{}
 	p := parse(t, allow...)
 	w.policy.Store(&p)
+	w.serve(t, resolver.Config{Policy: func() policy.Policy { return *w.policy.Load() }, Rate: limit})
+	return w
+}
+
+// serve serves a resolver that counts its answers.
+func (w *world) serve(t *testing.T, cfg resolver.Config) {
+	t.Helper()
+	w.counts = map[resolver.Answer]int{}
 	udp, err := net.ListenPacket("udp", testaddr.New())
 	if err != nil {
 		t.Fatal(err)
@@ -52,20 +61,18 @@ func serve(t *testing.T, limit int, allow ...string) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := resolver.Serve(resolver.Config{
-		Policy: func() policy.Policy { return *w.policy.Load() }, Log: slog.New(slog.NewTextHandler(t.Output(), nil)), Rate: limit,
-		Count: func(a resolver.Answer) {
-			w.mu.Lock()
-			defer w.mu.Unlock()
-			w.counts[a]++
-		},
-	}, udp, tcp)
+	cfg.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
+	cfg.Count = func(a resolver.Answer) {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.counts[a]++
+	}
+	s := resolver.Serve(cfg, udp, tcp)
 	t.Cleanup(func() {
 		if err := s.Close(); err != nil {
 			t.Error(err)
 		}
 	})
-	return w
 }
 
 // ask returns the answer to a question: the addresses, or the reason why there are none.

@@ -11,7 +11,6 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/compat/arrakis"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/undo"
 )
 
 // ArrakisConfig says how clients of Arrakis are served.
@@ -32,11 +31,10 @@ func (c ArrakisConfig) Validate() error {
 	if _, err := arrakis.ParsePorts(c.Ports); err != nil {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "--arrakis-ports: %v", err)
 	}
-	if (c.KeyFile != "" || c.Key != "") && !loopback(c.Listen) {
-		return core.Errorf(core.Invalid, core.CodeInvalidField,
-			"--arrakis-listen %s: clients of Arrakis would need no key there, and others than this host reach it; listen on 127.0.0.1, or let every request need a key", core.Clip(c.Listen))
+	if c.KeyFile == "" && c.Key == "" {
+		return nil
 	}
-	return nil
+	return onlyThisHost(c.Listen, "arrakis-listen", "Arrakis")
 }
 
 // Handler makes the layer for Arrakis' clients over the REST API. It also says in a few words who may do what there.
@@ -55,13 +53,9 @@ func (c ArrakisConfig) Handler(ctx context.Context, api http.Handler, control *c
 			return nil, "", core.Errorf(core.Invalid, core.CodeInvalidField, "--arrakis-key-file %s: the file is empty; write an API key into it", core.Clip(c.KeyFile))
 		}
 	}
-	access := "each request needs an API key"
-	if key != "" {
-		project, err := projectOf(ctx, control, key)
-		if err != nil {
-			return nil, "", fmt.Errorf("the key for Arrakis' clients: %w", err)
-		}
-		access = "no key needed, all in project " + project
+	access, err := accessTerms(ctx, control, "Arrakis", key)
+	if err != nil {
+		return nil, "", err
 	}
 	h, err := arrakis.New(arrakis.Config{API: api, Key: key, Image: c.Image, Ports: ports, OpenEgress: c.OpenEgress, Log: log.With("component", "arrakis")})
 	return h, access + "; egress " + c.egress(), err
@@ -82,22 +76,4 @@ func (c ArrakisConfig) egress() string {
 		return "open, because --arrakis-open-egress says so"
 	}
 	return "closed; --arrakis-open-egress opens it, as Arrakis does"
-}
-
-// listenArrakis opens the listener for Arrakis' clients; nil if there is none.
-func (c ControllerConfig) listenArrakis(ctx context.Context, api http.Handler, control *controller.Controller, steps *undo.Stack) (*listener, string, error) {
-	if c.Arrakis.Listen == "" {
-		return nil, "", nil
-	}
-	h, terms, err := c.Arrakis.Handler(ctx, api, control, c.Log)
-	if err != nil {
-		return nil, "", err
-	}
-	l, err := listenPublic(ctx, c, c.Arrakis.Listen, "arrakis-listen", h)
-	if err != nil {
-		return nil, "", err
-	}
-	steps.Push("listener for Arrakis' clients", func(context.Context) error { return l.close() })
-	c.Log.InfoContext(ctx, "clients of Arrakis are served", "listen", l.Addr().String(), "terms", terms)
-	return l, terms, nil
 }

@@ -11,7 +11,6 @@ import (
 	"github.com/coppice-dev/coppice/controller/compat/e2b"
 	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/undo"
 )
 
 // E2BConfig says how clients of E2B are served.
@@ -48,22 +47,4 @@ func (c E2BConfig) Egress() string {
 		return "open, because --e2b-open-egress says so"
 	}
 	return "closed; --e2b-open-egress opens it, as E2B does"
-}
-
-// listenE2B opens the listener for E2B's clients; nil if there is none.
-func (c ControllerConfig) listenE2B(ctx context.Context, api http.Handler, control *controller.Controller, trust controller.Trust, steps *undo.Stack) (*listener, error) {
-	if c.E2B.Listen == "" {
-		return nil, nil //nolint:nilnil // none is not a fault
-	}
-	h, err := c.E2B.Handler(api, control, trust, c.Log)
-	if err != nil {
-		return nil, err
-	}
-	l, err := listenPublic(ctx, c, c.E2B.Listen, "e2b-listen", h)
-	if err != nil {
-		return nil, err
-	}
-	steps.Push("listener for E2B's clients", func(context.Context) error { return l.close() })
-	c.Log.InfoContext(ctx, "clients of E2B are served", "listen", l.Addr().String(), "domain", c.E2B.Domain, "egress", c.E2B.Egress())
-	return l, nil
 }

@@ -372,7 +372,9 @@ func (s *stack) serveAll(ctx context.Context) error {
 		}
 		s.serve(&s.public, s.onE2B, compat)
 	}
-	if err := errors.Join(s.serveArrakis(ctx, api), s.serveArbor(ctx, api)); err != nil {
+	if err := errors.Join(
+		s.serveLayer(ctx, api, s.onArrakis, s.cfg.arrakisConfig(s.key), &s.terms), s.serveLayer(ctx, api, s.onArbor, s.cfg.arborConfig(s.key), &s.arborTerms),
+	); err != nil {
 		return err
 	}
 	if s.onPreview == nil {

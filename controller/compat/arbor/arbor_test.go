@@ -304,6 +304,21 @@ func TestAttach(t *testing.T) {
 		t.Errorf("the connection ended: %v", err)
 	}
 	stop()
+	// A message that is too long ends the connection, and not the session.
+	again, _, err := websocket.Dial(ctx, pass(deaf.SessionID), nil) //nolint:bodyclose // the library closes it
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer again.CloseNow() //nolint:errcheck // it may be closed already
+	if err := again.Write(ctx, websocket.MessageBinary, make([]byte, 64<<10+1)); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := again.Read(ctx); websocket.CloseStatus(err) != websocket.StatusMessageTooBig {
+		t.Errorf("after a message that is too long: %v", err)
+	}
+	if s, err := w.rest.Session(ctx, deaf.SessionID); err != nil || s.State != coppice.SessionRunning {
+		t.Errorf("the session is %+v, %v", s.State, err)
+	}
 
 	other := start(`{"command": ["cat"], "pty": true}`)
 	swapped := strings.Replace(pass(other.SessionID), other.SessionID, s.SessionID, 1)

@@ -1,6 +1,7 @@
 package arbor
 
 import (
+	"iter"
 	"net/http"
 	"net/url"
 
@@ -44,14 +45,12 @@ func checkpoints(r *http.Request, c call) (answer, error) {
 	if _, err := c.Workspace(r.Context(), c.id); err != nil {
 		return answer{}, err
 	}
+	newest, err := first(c.Checkpoints(r.Context(), coppice.CheckpointFilter{WorkspaceID: c.id}), maxCheckpoints)
+	if err != nil {
+		return answer{}, err
+	}
 	list := []map[string]any{}
-	for cp, err := range c.Checkpoints(r.Context(), coppice.CheckpointFilter{WorkspaceID: c.id}) {
-		if err != nil {
-			return answer{}, err
-		}
-		if len(list) == maxCheckpoints {
-			break
-		}
+	for _, cp := range newest {
 		view, err := with(cp, map[string]any{"checkpoint_id": cp.ID, "mode": fullVM, "notes": cp.Annotations["notes"]})
 		if err != nil {
 			return answer{}, err
@@ -59,6 +58,19 @@ func checkpoints(r *http.Request, c call) (answer, error) {
 		list = append(list, view)
 	}
 	return answer{http.StatusOK, list}, nil
+}
+
+// first returns the first items of a list.
+func first[T any](list iter.Seq2[T, error], most int) (out []T, err error) {
+	for item, err := range list {
+		if err != nil {
+			return nil, err
+		}
+		if out = append(out, item); len(out) == most {
+			break
+		}
+	}
+	return out, nil
 }
 
 type branchRequest struct {
