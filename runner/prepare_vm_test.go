@@ -10,12 +10,27 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/test/eventually"
 	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 )
 
+// waited is how long a prepared machine waits for its fork. It is much longer than to prepare it and to ask its child for the time.
+const waited = 12 * time.Second
+
+// uptime reads what /proc/uptime says.
+func uptime(t *testing.T, text string) time.Duration {
+	t.Helper()
+	d, err := time.ParseDuration(strings.Fields(text)[0] + "s")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
 // TestPreparedVM forks a real checkpoint with a running program, without and with prepared machines. The children differ in everything that
-// makes a machine, none has anything of the identity that prepared machines have, and the program of each goes on exactly where it was captured.
+// makes a machine, none has anything of the identity that prepared machines have, the program of each goes on exactly where it was captured, and
+// the clock of a machine stands still while it waits.
 // The timings are logged.
 func TestPreparedVM(t *testing.T) { //nolint:paralleltest // its machines take both CPUs
 	registry := prometheus.NewRegistry()
@@ -68,6 +83,7 @@ done
 X
 setsid sh /root/count.sh >/dev/null 2>&1 </dev/null &
 while ! [ -s /root/seen ]; do :; done`)
+	captured := uptime(t, r.sh(parent.SandboxID, "cat /proc/uptime"))
 	ckpt := r.capture(parent.SandboxID)
 	r.destroy(parent.SandboxID)
 	var with, without float64
@@ -83,7 +99,13 @@ while ! [ -s /root/seen ]; do :; done`)
 		} else {
 			eventually.True(t, "a machine is prepared", func() bool { return r.prepared.Ready(ckpt.ID) == 1 && r.idle(ckpt.Base) == 1 })
 		}
+		if i == 3 {
+			_ = pace.Pause(t.Context(), waited)
+		}
 		c := fork(ckpt.ID)
+		if ran := uptime(t, r.sh(c.SandboxID, "cat /proc/uptime")) - captured; ran > waited {
+			t.Errorf("the clock of child %d has gone on for %s since the capture: it must stand still while a machine waits", i, ran)
+		}
 		stages := fmt.Sprint(c.Timings)
 		if prepared := strings.Contains(stages, "{claim "); prepared != (i >= 2) || prepared == strings.Contains(stages, "{restore ") {
 			t.Errorf("child %d has the stages %s", i, stages)
