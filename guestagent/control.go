@@ -183,7 +183,8 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// practise starts a program that does nothing as a user's command is started, so that the first command of the clone finds its way prepared.
+// practise starts a program that does nothing, in the way a user's command is started. So the code that starts the clone's first command has run
+// once before.
 // If that fails, the guest is as good as before.
 func (a *Agent) practise(ctx context.Context) core.ResealStep {
 	start := time.Now()

@@ -63,7 +63,7 @@ func (r *relay) answer(q *dns.Msg, network string) (*dns.Msg, Answer) {
 	return got, Relayed
 }
 
-// sizeFor is the size of an answer over UDP that whoever asked can take.
+// sizeFor is the largest answer over UDP that the client accepts.
 func sizeFor(q *dns.Msg) int {
 	if opt := q.IsEdns0(); opt != nil {
 		return max(dns.MinMsgSize, min(int(opt.UDPSize()), udpSize))

@@ -17,7 +17,7 @@ import (
 // Config describes the resolver of one sandbox.
 type Config struct {
 	Policy func() policy.Policy // returns the current policy; required, unless there is Servers
-	// Servers returns the name servers that answer, host:port, the first that is to be asked first. nil: the policy answers, and nobody is asked.
+	// Servers returns the name servers to ask, as host:port, in this order. nil: the policy answers, and no server is asked.
 	Servers func() []string
 	Log     *slog.Logger // required
 	// Rate bounds the questions in one second, default 200; further questions get no answer.

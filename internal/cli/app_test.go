@@ -266,7 +266,7 @@ func TestPlainWords(t *testing.T) {
 	}
 }
 
-// TestInterruptedRequest: of a request that a signal ended nothing is said but that.
+// TestInterruptedRequest: if a signal ends a request, the message says only that.
 func TestInterruptedRequest(t *testing.T) {
 	t.Parallel()
 	ctx, end := context.WithCancelCause(t.Context())

@@ -16,10 +16,10 @@ import (
 	"github.com/coppice-dev/coppice/runner/prepared/forecast"
 )
 
-// maxAge bounds how long a machine waits. What it has seen of the host, such as the time, is not older.
+// maxAge bounds how long a machine waits, and so how old what it knows of the host can be.
 const maxAge = time.Minute
 
-// Look again so often whether a machine is too old, and whether the host has become idle.
+// interval is how often the pool looks for machines that are too old, and whether the host is idle.
 const interval = time.Second
 
 // Config says how many machines a pool keeps, and what its owner does. All fields are required.

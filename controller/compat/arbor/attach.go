@@ -57,7 +57,7 @@ func (l *layer) attach(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// reasonOf is why a WebSocket was closed, of which 123 bytes are possible.
+// reasonOf says why a WebSocket is closed. A close frame has room for 123 bytes.
 func reasonOf(err error) string {
 	const most = 120
 	reason := strings.ToValidUTF8(err.Error(), "?")

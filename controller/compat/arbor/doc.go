@@ -7,9 +7,9 @@
 //
 // # Answers
 //
-// An answer has the fields of Arbor's answer and all fields of Coppice's. Where Arbor answers before the
-// work is done, with 202 and an operation, so does this layer. A field that Coppice does not have is
-// refused by its name. Errors have Arbor's form; details.coppice_code has the code of Coppice.
+// An answer to GET has all fields of Coppice and the fields of Arbor. If both have a field, Arbor's is
+// there. Where Arbor answers before the work is done, with 202 and an operation, so does this layer. It
+// refuses a field that Coppice does not have, and names it. Errors have Arbor's form; details.coppice_code has the code of Coppice.
 //
 // # Keys
 //

@@ -15,8 +15,8 @@ import (
 // errEnough ends a walk that has found too much.
 var errEnough = errors.New("enough")
 
-// checkFit refuses a copy that cannot fit, before it begins: what is larger than the disk of the workspace that it goes to, or than the room that
-// is left here. What it cannot find out it lets pass, and the copy then says what is wrong.
+// checkFit refuses a copy that is larger than the disk of the target workspace, or than the room that is left here. If it cannot find that out,
+// the copy begins, and says itself what is wrong.
 func checkFit(ctx context.Context, client *coppice.Client, from, to copyEnd) error {
 	switch {
 	case to.remote() && !from.remote() && !from.stream:
