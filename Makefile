@@ -134,8 +134,8 @@ test-minio: build $(MINIO) ## the tests of the store, and a pool of runners on i
 	COPPICE_TEST_REQUIRE=$(if $(ROOT),all,s3) COPPICE_TEST_S3=minio $(GO) test -count=1 -timeout 30m ./internal/test/e2e -run '^TestPool$$'
 
 FUZZTIME ?= 60s
-fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora
-	@scripts/fuzz $(FUZZTIME)
+fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora; UNGUIDED=1 builds faster and ignores coverage
+	@UNGUIDED=$(UNGUIDED) scripts/fuzz $(FUZZTIME)
 
 chaos: build $(VERSITYGW) ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 DEPLOY=dev, split or all (root)
 	mkdir -p $(VAR)/chaos

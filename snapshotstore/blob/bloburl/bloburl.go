@@ -161,7 +161,7 @@ func parseS3(u *url.URL) (Location, error) {
 	if cfg.CAFile != "" && !filepath.IsAbs(cfg.CAFile) {
 		return Location{}, refuse("ca in the store's URL must be an absolute path")
 	}
-	if strings.HasPrefix(cfg.Endpoint, "http:") && !insecure && !onLoopback(cfg.Endpoint) {
+	if endpoint, err := url.Parse(cfg.Endpoint); err != nil || endpoint.Scheme != "https" && !insecure && !onLoopback(endpoint) {
 		return Location{}, refuse("the store's endpoint uses http, so anyone on the network can read and change the stored objects; use https, or add insecure=1")
 	}
 	return Location{S3: &cfg}, nil
@@ -176,11 +176,7 @@ func validRegion(s string) bool {
 	return len(s) <= 64
 }
 
-func onLoopback(endpoint string) bool {
-	u, err := url.Parse(endpoint)
-	if err != nil {
-		return false
-	}
-	ip := net.ParseIP(u.Hostname())
-	return u.Hostname() == "localhost" || ip != nil && ip.IsLoopback()
+func onLoopback(endpoint *url.URL) bool {
+	ip := net.ParseIP(endpoint.Hostname())
+	return endpoint.Hostname() == "localhost" || ip != nil && ip.IsLoopback()
 }

@@ -217,8 +217,9 @@ func FuzzParse(f *testing.F) {
 		if at.S3.Prefix != "" && !blob.ValidKey(at.S3.Prefix) {
 			t.Errorf("%q: prefix %q", raw, at.S3.Prefix)
 		}
-		if !strings.HasPrefix(at.S3.Endpoint, "https://") && !strings.Contains(raw, "insecure") &&
-			!strings.HasPrefix(at.S3.Endpoint, "http://127.") && !strings.HasPrefix(at.S3.Endpoint, "http://localhost") && !strings.HasPrefix(at.S3.Endpoint, "http://[") {
+		endpoint := strings.ToLower(at.S3.Endpoint)
+		if !strings.HasPrefix(endpoint, "https://") && !strings.Contains(raw, "insecure") &&
+			!strings.HasPrefix(endpoint, "http://127.") && !strings.HasPrefix(endpoint, "http://localhost") && !strings.HasPrefix(endpoint, "http://[") {
 			t.Errorf("%q: %s without being asked", raw, at.S3.Endpoint)
 		}
 	})
