@@ -136,9 +136,22 @@ func Clip(s string) string {
 	return b.String()
 }
 
+// ClipExit bounds what a runner says of the end of a virtual machine, and makes it printable: a line with the reason, then output, whose
+// end is kept.
+func ClipExit(s string) string {
+	const limit = 6000
+	reason, output, found := strings.Cut(s, "\n")
+	if !found || len(s) <= limit {
+		return clipTail(s, limit)
+	}
+	reason = clipTail(reason[:min(len(reason), limit/4)], limit)
+	return reason + "\n" + clipTail(output, limit-len(reason))
+}
+
 // ClipTail bounds the output of a VMM and a console, and makes it printable. It keeps the end, which is the important part.
-func ClipTail(s string) string {
-	const limit = 2000
+func ClipTail(s string) string { return clipTail(s, 2000) }
+
+func clipTail(s string, limit int) string {
 	b := []byte(s[max(0, len(s)-limit):])
 	for i, ch := range b {
 		if ch != '\n' && (ch < 0x20 || ch > 0x7e) {

@@ -344,7 +344,7 @@ func lostBecause(row RunnerSandbox, s runnerapi.Sandbox, there bool) string {
 	switch {
 	case there && s.State == runnerapi.SandboxDead:
 		if s.Exit != "" { // the runner may have ended it
-			return core.ClipTail(s.Exit)
+			return core.ClipExit(s.Exit)
 		}
 		return "its virtual machine ended by itself"
 	case !there && row.Settled:

@@ -229,6 +229,8 @@ func TestPlainWords(t *testing.T) {
 		show := &cobra.Command{Use: "show THING", Args: cobra.ExactArgs(1), RunE: func(*cobra.Command, []string) error { return context.Canceled }}
 		show.Flags().Int("count", 0, "")
 		show.Flags().Duration("ttl", 0, "")
+		nothing := func(*cobra.Command, []string) error { return nil }
+		g.AddCommand(&cobra.Command{Use: "logs", RunE: nothing}, &cobra.Command{Use: "ls", RunE: nothing})
 		g.AddCommand(show, &cobra.Command{Use: "read FILE", Args: cobra.ExactArgs(1), RunE: func(_ *cobra.Command, args []string) error {
 			b, err := os.ReadFile(args[0])
 			_ = b
@@ -246,6 +248,7 @@ func TestPlainWords(t *testing.T) {
 		{[]string{"things", "show", "--count", "many", "a"}, exit.Usage, `--count "many" is not a whole number`},
 		{[]string{"things", "show", "--ttl", "5", "a"}, exit.Usage, "is not a duration such as"},
 		{[]string{"things", "shwo"}, exit.Usage, `did you mean "coppice things show"?`},
+		{[]string{"things", "lss"}, exit.Usage, `did you mean "coppice things ls"?`},
 		{[]string{"thing"}, exit.Usage, `did you mean "coppice things"?`},
 		{[]string{"things", "show", "--colour", "a"}, exit.Usage, "Try 'coppice things show --help'."},
 		{[]string{"things", "show", "a"}, exit.Canceled, "coppice: interrupted\n"},

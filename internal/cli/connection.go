@@ -106,14 +106,20 @@ func (a *App) toServer(server string) (c Connection, err error) {
 	return c, nil
 }
 
+// errNoAddress does not repeat the address: it may have a password in it.
+var errNoAddress = errors.New("that is no address of a server: give https://HOST[:PORT], http://HOST:PORT or unix:///PATH")
+
 // CompleteAddress puts http:// before HOST:PORT on loopback. On other hosts a person must say whether the key goes in clear.
 func CompleteAddress(server string) (string, error) {
 	if strings.Contains(server, "://") {
+		if _, err := url.Parse(server); err != nil {
+			return "", errNoAddress
+		}
 		return server, nil
 	}
 	host, _, err := net.SplitHostPort(server)
 	if err != nil {
-		return "", errors.New("that is no address of a server: give https://HOST[:PORT], http://HOST:PORT or unix:///PATH") // it may have a password in it
+		return "", errNoAddress
 	}
 	if ip := net.ParseIP(host); host == "localhost" || ip != nil && ip.IsLoopback() {
 		return "http://" + server, nil

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"net"
 	"net/url"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -180,5 +181,15 @@ func unknownCommand(c *cobra.Command, word string) error {
 	if len(meant) == 0 {
 		return fmt.Errorf("unknown command %q for %q", core.Clip(word), c.CommandPath())
 	}
-	return fmt.Errorf("unknown command %q for %q; did you mean %q?", core.Clip(word), c.CommandPath(), c.CommandPath()+" "+meant[0])
+	best := slices.MaxFunc(meant, func(a, b string) int { return alike(word, a) - alike(word, b) })
+	return fmt.Errorf("unknown command %q for %q; did you mean %q?", core.Clip(word), c.CommandPath(), c.CommandPath()+" "+best)
+}
+
+// alike is the greater, the longer the common beginning is and the less the lengths differ. It chooses among words of which each is near.
+func alike(a, b string) int {
+	same := 0
+	for same < min(len(a), len(b)) && a[same] == b[same] {
+		same++
+	}
+	return 2*same - max(len(a), len(b))
 }

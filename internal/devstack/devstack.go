@@ -396,7 +396,7 @@ func (s *stack) take(ctx context.Context, network, address, flag string) (net.Li
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, network, address)
 	if errors.Is(err, unix.EADDRINUSE) {
-		return nil, core.Wrapf(err, core.Unavailable, core.CodeUnsupported,
+		return nil, core.Errorf(core.Unavailable, core.CodeUnsupported, // the cause would say it again
 			"another program listens on %s, perhaps another coppice dev; choose another address with --%s, and another --data-dir if both are to run", core.Clip(address), flag)
 	}
 	if err != nil {

@@ -53,7 +53,7 @@ func New(cfg Config) (*Client, error) {
 	transport := &http.Transport{DialContext: dialer.DialContext, MaxIdleConnsPerHost: 64, IdleConnTimeout: 90 * time.Second, ExpectContinueTimeout: 5 * time.Second}
 	switch u, err := url.Parse(cfg.Server); {
 	case err != nil:
-		return nil, fmt.Errorf("server address: %w", withoutAddress(err)) // it may contain a password
+		return nil, errors.New("the server address is no URL such as https://HOST[:PORT], http://HOST:PORT or unix:///PATH") // it may contain a password
 	case u.Scheme == "unix" && u.Host == "" && u.Path != "":
 		transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return dialer.DialContext(ctx, "unix", u.Path)

@@ -2,6 +2,7 @@
 package render
 
 import (
+	"bytes"
 	"cmp"
 	"fmt"
 	"io"
@@ -26,6 +27,25 @@ func Table(w io.Writer, header string, rows [][]string) error {
 		fmt.Fprintln(t, strings.Join(r, "\t"))
 	}
 	return t.Flush()
+}
+
+// TableWithNotes is Table with a text below each row, indented. It is for texts that no column of a terminal has room for.
+func TableWithNotes(w io.Writer, header string, rows [][]string, notes []string) error {
+	var b bytes.Buffer
+	if err := Table(&b, header, rows); err != nil {
+		return err
+	}
+	for i, line := range strings.Split(strings.TrimSuffix(b.String(), "\n"), "\n") {
+		if _, err := fmt.Fprintln(w, line); err != nil {
+			return err
+		}
+		if i > 0 && notes[i-1] != "" {
+			if _, err := fmt.Fprintf(w, "  %s\n", foreign.Visible(notes[i-1])); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // Facts writes "name  value" lines; an empty value leaves its line out.

@@ -2,7 +2,6 @@
 package egress
 
 import (
-	"cmp"
 	"fmt"
 	"io"
 	"strconv"
@@ -27,7 +26,7 @@ func NewFlowsCommand(a *cli.App) *cobra.Command {
 		Long: `Show what a workspace sent or tried to send through the egress proxy, newest first. For TLS and other protocols only the destination is
 recorded. Nothing was sent of a denied flow. A cut flow had begun, and the proxy ended it: what was sent until then was sent. When many flows
 are denied within a minute, most share a row: TIMES is their number, TIME is the time of the first one. When a workspace has reached its bound
-of rows, its further flows are counted by minute or day and host, shown as (counted).
+of rows, its further flows are counted by minute or day and host, shown as "counted".
 
 To show what the workspace may reach, use: coppice ws network WORKSPACE`,
 		Example: "  coppice ws egress demo\n  coppice ws egress demo --denied --limit 0 --json",
@@ -78,7 +77,7 @@ func NewEffectsCommand(a *cli.App) *cobra.Command {
 		Short: "Show what may have changed outside on the path to a checkpoint",
 		Long: `Show what may have changed outside on the path from the root to a checkpoint, in the order of events: requests other than GET, HEAD and
 OPTIONS, and connections whose requests are not visible. Each row has a node; a new fork of that node's parent does the same again. Beyond a
-bound of rows, flows are counted by minute or day and host, shown as (counted): TIMES is their number, TIME is the time of the first one. If
+bound of rows, flows are counted by minute or day and host, shown as "counted": TIMES is their number, TIME is the time of the first one. If
 the flows of a count began on both sides of a node's instant, both sides show it.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -101,14 +100,21 @@ the flows of a count began on both sides of a node's instant, both sides show it
 
 func printFlows(w io.Writer, list []coppice.Flow) error {
 	if len(list) == 0 {
-		_, err := fmt.Fprintln(w, "Nothing.")
+		_, err := fmt.Fprintln(w, "It sent nothing, and tried to send nothing.")
 		return err
 	}
-	rows := make([][]string, len(list))
+	rows, below := make([][]string, len(list)), make([]string, len(list))
 	for i, f := range list {
-		rows[i] = append([]string{render.Moment(f.At), string(f.Outcome), strconv.FormatInt(max(f.Count, 1), 10)}, append(flowWords(f), foreign.Visible(render.Dash(cmp.Or(f.Reason, f.Rule))))...)
+		rows[i] = append([]string{render.Moment(f.At), string(f.Outcome), strconv.FormatInt(max(f.Count, 1), 10)}, flowWords(f)...)
+		below[i] = request(f)
+		switch {
+		case f.Reason != "":
+			below[i] += ": " + f.Reason
+		case f.Rule != "":
+			below[i] += ", by the rule " + f.Rule
+		}
 	}
-	return render.Table(w, "TIME OUTCOME TIMES DESTINATION REQUEST STATUS SENT RECEIVED REASON", rows)
+	return render.TableWithNotes(w, "TIME OUTCOME TIMES DESTINATION STATUS SENT RECEIVED", rows, below)
 }
 
 func printEffects(w io.Writer, list []coppice.Effect) error {
@@ -116,24 +122,30 @@ func printEffects(w io.Writer, list []coppice.Effect) error {
 		_, err := fmt.Fprintln(w, "None: on the path to this checkpoint, workspaces only read, or sent nothing.")
 		return err
 	}
-	rows := make([][]string, len(list))
+	rows, below := make([][]string, len(list)), make([]string, len(list))
 	for i, e := range list {
+		below[i] = request(e.Flow)
 		rows[i] = append([]string{render.Short(e.CheckpointID), render.Moment(e.Flow.At), string(e.Flow.Outcome), strconv.FormatInt(max(e.Flow.Count, 1), 10)}, flowWords(e.Flow)...)
 	}
-	return render.Table(w, "NODE TIME OUTCOME TIMES DESTINATION REQUEST STATUS SENT RECEIVED", rows)
+	return render.TableWithNotes(w, "NODE TIME OUTCOME TIMES DESTINATION STATUS SENT RECEIVED", rows, below)
 }
 
-// flowWords are the words of a flow: its destination, the request, the status and the bytes.
-func flowWords(f coppice.Flow) []string {
-	request, status := f.Method+" "+f.Path, ""
+// request is what was asked for, as far as it was seen.
+func request(f coppice.Flow) string {
 	switch {
 	case f.Opaque && f.Counted:
-		request = "(" + string(f.Protocol) + ", not seen, counted)"
+		return string(f.Protocol) + ", not seen, counted"
 	case f.Opaque:
-		request = "(" + string(f.Protocol) + ", not seen)"
+		return string(f.Protocol) + ", not seen"
 	case f.Counted:
-		request = "(counted)"
+		return "counted"
 	}
+	return f.Method + " " + f.Path
+}
+
+// flowWords are the words of a flow: its destination, the status and the bytes.
+func flowWords(f coppice.Flow) []string {
+	status := ""
 	if f.Status != 0 {
 		status = strconv.Itoa(f.Status)
 	}
@@ -144,5 +156,5 @@ func flowWords(f coppice.Flow) []string {
 	case f.Host != "":
 		whereto = foreign.Visible(f.Host) + ":" + strconv.Itoa(f.Port)
 	}
-	return []string{whereto, foreign.Visible(request), render.Dash(status), render.Size(f.SentBytes), render.Size(f.ReceivedBytes)}
+	return []string{whereto, render.Dash(status), render.Size(f.SentBytes), render.Size(f.ReceivedBytes)}
 }

@@ -1,6 +1,7 @@
 package history
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"strings"
@@ -89,6 +90,10 @@ func printOperations(w io.Writer, now time.Time, list []coppice.Operation, every
 		switch {
 		case op.Problem != nil:
 			state = op.Problem.Code
+		case !op.Done() && op.Step != "":
+			state += " " + op.Step
+		}
+		switch {
 		case !op.CancelRequestedAt.IsZero() && !op.Done():
 			state += " (canceling)"
 		}
@@ -100,10 +105,10 @@ func printOperations(w io.Writer, now time.Time, list []coppice.Operation, every
 			made = fmt.Sprint(n)
 		}
 		rows = append(rows, []string{
-			op.ID, string(op.Kind), state, op.Step, render.Short(op.WorkspaceID), render.Short(op.CheckpointID), made, took, render.Age(now, op.CreatedAt),
+			op.ID, string(op.Kind), state, render.Short(cmp.Or(op.WorkspaceID, op.CheckpointID)), made, took, render.Age(now, op.CreatedAt),
 		})
 	}
-	return render.Table(w, "OPERATION KIND STATE STEP WORKSPACE CHECKPOINT MAKES TOOK AGE", rows)
+	return render.Table(w, "OPERATION KIND STATE ON MAKES TOOK AGE", rows)
 }
 
 func newCancelCommand(a *cli.App) *cobra.Command {

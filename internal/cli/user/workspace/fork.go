@@ -48,7 +48,7 @@ checkpoint; the workspace goes on.`,
 				return exit.Misuse(errors.New("--spread needs a sealed checkpoint; the new checkpoint of a running workspace is only on its runner"))
 			}
 			began := time.Now()
-			done := a.Working(ctx, fmt.Sprintf("growing %d", count))
+			done := a.Working(ctx, fmt.Sprintf("making %d forks", count))
 			var res coppice.ForkResult
 			if cp != nil {
 				res, err = client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{

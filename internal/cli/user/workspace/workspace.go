@@ -252,6 +252,9 @@ func newShowCommand(a *cli.App) *cobra.Command {
 	}
 }
 
+// shownLines is how many lines of the output of a machine that has ended "ws show" prints.
+const shownLines = 12
+
 func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) error {
 	failure, said := "", ""
 	if ws.Failure != nil {
@@ -260,6 +263,14 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 		if from := ws.Failure.RecoverFrom; from != "" {
 			failure += "; restore its newest remaining checkpoint: coppice restore " + from
 		}
+	}
+	if lines := strings.Split(said, "\n"); len(lines) > shownLines {
+		from := slices.IndexFunc(lines, func(line string) bool { return strings.Contains(line, "Kernel panic - ") })
+		if from < 0 {
+			from = len(lines) - shownLines
+		}
+		lines = lines[from:min(from+shownLines, len(lines))]
+		said = strings.Join(lines, "\n") + "\n… and more: coppice ws logs --console " + ws.Name
 	}
 	stall := ""
 	if ws.Stall != nil {

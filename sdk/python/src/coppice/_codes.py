@@ -285,7 +285,7 @@ class OperationNotFound(NotFoundError):
 
 
 class SessionNotFound(NotFoundError):
-    """There is no such session, or it ended with its epoch when the workspace was restored."""
+    """There is no such session, or its machine is gone: the workspace was restored, or its machine was lost."""
 
     code = "SESSION_NOT_FOUND"
     hint = (
