@@ -26,6 +26,9 @@ const Lowest = 1024
 type Allowed struct {
 	Addresses   []netip.Addr // the first one is for requests that name none
 	First, Last uint16
+	// Bind is the address that listens in place of Addresses; none: they listen themselves. In a container, Addresses are those of the host,
+	// whose engine forwards their ports to it.
+	Bind netip.Addr
 }
 
 // Default allows the loopback addresses, and the ports from Lowest up that the kernel does not give to outgoing connections: usually those up to
@@ -62,6 +65,18 @@ func Parse(addresses []string, ports string) (Allowed, error) {
 	}
 	a.First, a.Last = uint16(low), uint16(high)
 	return a, nil
+}
+
+// ParseBind reads Bind. The empty text is none.
+func ParseBind(text string) (netip.Addr, error) {
+	if text == "" {
+		return netip.Addr{}, nil
+	}
+	address, err := netip.ParseAddr(text)
+	if err != nil || address.Zone() != "" || address.IsMulticast() {
+		return netip.Addr{}, core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not an IP address to listen on", core.Clip(text))
+	}
+	return address.Unmap(), nil
 }
 
 func (a Allowed) withDefaults() Allowed {
@@ -130,9 +145,9 @@ func (h *Host) Listen(ctx context.Context, want Want) (*Listener, error) {
 	defer h.mu.Unlock()
 	switch {
 	case want.Port != 0:
-		return listen(ctx, address, want.Port)
+		return h.listen(ctx, address, want.Port)
 	case h.allowed.all():
-		return listen(ctx, address, 0)
+		return h.listen(ctx, address, 0)
 	}
 	size := int(h.allowed.Last-h.allowed.First) + 1
 	start := rand.IntN(size) //nolint:gosec // G404: it is no secret
@@ -141,7 +156,7 @@ func (h *Host) Listen(ctx context.Context, want Want) (*Listener, error) {
 			return nil, context.Cause(ctx)
 		}
 		port := h.allowed.First + uint16((start+i)%size)
-		l, err := listen(ctx, address, port)
+		l, err := h.listen(ctx, address, port)
 		if core.CodeOf(err) != core.CodePortTaken {
 			return l, err
 		}
@@ -152,16 +167,30 @@ func (h *Host) Listen(ctx context.Context, want Want) (*Listener, error) {
 // Listener listens for a guest and keeps the port on all other addresses.
 type Listener struct {
 	net.Listener
+	at    netip.Addr // what the tenant was given
 	close func() error
 }
 
 // Close gives the port back.
 func (l *Listener) Close() error { return l.close() }
 
-// Address is where it listens.
+// Address is where tenants reach it: where it listens, or what is forwarded to there.
 func (l *Listener) Address() netip.AddrPort {
-	at := l.Addr().(*net.TCPAddr).AddrPort()
-	return netip.AddrPortFrom(at.Addr().Unmap(), at.Port())
+	return netip.AddrPortFrom(l.at, l.Addr().(*net.TCPAddr).AddrPort().Port())
+}
+
+// listen listens on an address of Allowed, or in its place.
+func (h *Host) listen(ctx context.Context, address netip.Addr, port uint16) (*Listener, error) {
+	bind := address
+	if h.allowed.Bind.IsValid() {
+		bind = h.allowed.Bind
+	}
+	l, err := listen(ctx, bind, port)
+	if err != nil {
+		return nil, err
+	}
+	l.at = address
+	return l, nil
 }
 
 // listen claims a port on all addresses and listens on one. Port 0 is one that the kernel chooses.
@@ -184,7 +213,7 @@ func listen(ctx context.Context, address netip.Addr, port uint16) (*Listener, er
 	if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 0); err != nil {
 		return nil, errors.Join(err, l.Close(), unix.Close(fd))
 	}
-	return &Listener{l, sync.OnceValue(func() error { return errors.Join(l.Close(), unix.Close(fd)) })}, nil
+	return &Listener{l, address, sync.OnceValue(func() error { return errors.Join(l.Close(), unix.Close(fd)) })}, nil
 }
 
 // claim binds a socket to a port of all addresses of both families. It fails where anybody listens on the port, at any address.

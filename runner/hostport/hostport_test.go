@@ -87,6 +87,31 @@ func TestParse(t *testing.T) {
 	}
 }
 
+// TestBind: a tenant gets the address of the host, and what listens is another one, to which an engine forwards the port.
+func TestBind(t *testing.T) {
+	t.Parallel()
+	a, err := hostport.Parse([]string{"192.0.2.1"}, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a.Bind, err = hostport.ParseBind("127.0.0.3"); err != nil {
+		t.Fatal(err)
+	}
+	l, err := hostport.New(a).Listen(t.Context(), hostport.Want{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if got := l.Address(); got.Addr() != netip.MustParseAddr("192.0.2.1") || l.Addr().String() != net.JoinHostPort("127.0.0.3", strconv.Itoa(int(got.Port()))) {
+		t.Errorf("it says %s and listens on %s", got, l.Addr())
+	}
+	for _, bad := range []string{"localhost", "224.0.0.1", "fe80::1%lo"} {
+		if b, err := hostport.ParseBind(bad); err == nil {
+			t.Errorf("%s is read as %s", bad, b)
+		}
+	}
+}
+
 // TestNotTaken: what fails for another reason is not said to be taken, and a range is not tried on for nobody.
 func TestNotTaken(t *testing.T) {
 	t.Parallel()

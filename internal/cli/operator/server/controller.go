@@ -152,5 +152,5 @@ var serverFlags = []string{
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "prepare-max", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",
-	"store-bandwidth", "cache-size", "copies-size", "disk-floor", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "flow-rows-denied", "flow-rows-effects", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "forward-address", "forward-ports", "no-rebase", "stop-vms", "metrics-listen", "log-level", "log-format",
+	"store-bandwidth", "cache-size", "copies-size", "disk-floor", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "flow-rows-denied", "flow-rows-effects", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "forward-address", "forward-ports", "forward-bind", "no-rebase", "stop-vms", "metrics-listen", "log-level", "log-format",
 }

@@ -167,12 +167,16 @@ func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 // forwardFlags are the flags of servers with a runner for forwarded ports. The returned function reads them.
 func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
 	var addresses []string
-	var ports string
+	var ports, bind string
 	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host on which tenants may forward ports; may be repeated; a request without an address gets the first one (default: 127.0.0.1 and ::1)")
 	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may use for forwarding, FIRST-LAST from 1024 up; narrow it on a host with other services (default: from 1024 up to the ports of outgoing connections, usually 1024-32767)")
+	f.StringVar(&bind, "forward-bind", "", "`IP` address to listen on for forwarded ports in place of --forward-address; for a container, whose engine publishes the ports at that address (default: none)")
 	return func() (err error) {
 		if *cfg, err = hostport.Parse(addresses, ports); err != nil {
 			return exit.Misuse(fmt.Errorf("--forward-address, --forward-ports: %w", err))
+		}
+		if cfg.Bind, err = hostport.ParseBind(bind); err != nil {
+			return exit.Misuse(fmt.Errorf("--forward-bind: %w", err))
 		}
 		return nil
 	}
