@@ -175,7 +175,7 @@ func TrashDir(dataDir string) (string, error) {
 func runnerDir(path string) string { return filepath.Join(path, "runner") }
 
 func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc *runner.Config, steps *undo.Stack) error {
-	if err := hostcheck.Jail(ctx); err != nil { // otherwise every fork fails
+	if err := hostcheck.VMs(ctx); err != nil { // otherwise every fork fails
 		return err
 	}
 	files, err := volume.Open(ctx, cfg.DataDir, cfg.DiskBudget, cfg.Log)

@@ -103,7 +103,7 @@ func Run(ctx context.Context, cfg Config, ready func(Ready) error) (err error) {
 			"coppice dev needs root: it makes network namespaces and runs every VM under a user of its own; run it with sudo")
 	}
 	if cfg.Machines == nil {
-		if err := hostcheck.Jail(ctx); err != nil {
+		if err := hostcheck.VMs(ctx); err != nil {
 			return err
 		}
 	}

@@ -39,18 +39,21 @@ func Checks(cfg Config) []Check {
 		checks = append(checks, choice(cfg.Choice))
 	}
 	checks = append(checks, f.isolation(f.controllers())...)
-	return append(checks,
+	checks = append(checks,
 		jails,
 		networkNamespaces,
+		settings,
 		rules,
 		tap,
 		f.vhostVsock,
 		pageScan,
 		f.reflink(cfg.DataDir),
 		diskSpace(cfg.DataDir),
-		postgres(cfg.PGBin),
-		imageTools,
 	)
+	if !cfg.RunnerOnly {
+		checks = append(checks, postgres(cfg.PGBin), imageTools)
+	}
+	return checks
 }
 
 // files is where the kernel's files are; tests have their own.

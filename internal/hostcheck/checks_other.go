@@ -14,8 +14,8 @@ func Checks(Config) []Check {
 	}}
 }
 
-// Jail refuses nothing: servers run on Linux only.
-func Jail(context.Context) error { return nil }
+// VMs refuses nothing: servers run on Linux only.
+func VMs(context.Context) error { return nil }
 
 // Isolation finds nothing: servers run on Linux only.
 func Isolation(context.Context, []string) ([]Result, error) { return nil, nil }

@@ -19,7 +19,7 @@ type Status string
 const (
 	OK   Status = "ok"
 	Warn Status = "warn" // Coppice works, but slower or with less: the detail says with what
-	Fail Status = "fail" // `coppice dev` cannot run
+	Fail Status = "fail" // `coppice dev` or `coppice runner` cannot run
 )
 
 // Result is what a check found.
@@ -49,11 +49,13 @@ type Config struct {
 	BootCloudHypervisor func(ctx context.Context) (detail string, err error)
 	// Choice says which VMM would be used, and why. nil leaves the check out.
 	Choice func(ctx context.Context) (vmm, why string, err error)
+	// RunnerOnly leaves out what a runner does not need: PostgreSQL, and what builds images.
+	RunnerOnly bool
 }
 
 // Report is the whole finding.
 type Report struct {
-	// OK says that `coppice dev` can run on this host.
+	// OK says that `coppice dev` can run on this host, or `coppice runner` if nothing else was asked.
 	OK     bool     `json:"ok"`
 	Checks []Result `json:"checks"`
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -54,7 +55,7 @@ func TestThisHost(t *testing.T) {
 		}
 		seen[r.Name] = r.Status
 	}
-	for _, name := range []string{"root", "jail", "network-namespaces", "nftables", "tap"} {
+	for _, name := range []string{"root", "jail", "network-namespaces", "network-settings", "nftables", "tap"} {
 		require.That(t, "netns", seen[name] == OK, "see coppice doctor about "+name)
 	}
 }
@@ -63,7 +64,7 @@ func TestNothingIsLeft(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
 	dir := t.TempDir()
-	for _, check := range []Check{jails, rules, tap, networkNamespaces, files{dev: "/dev"}.reflink(dir)} {
+	for _, check := range []Check{jails, rules, tap, networkNamespaces, settings, files{dev: "/dev"}.reflink(dir)} {
 		check(t.Context())
 	}
 	left, err := os.ReadDir(dir)
@@ -72,6 +73,33 @@ func TestNothingIsLeft(t *testing.T) {
 	}
 	if _, err := os.Stat("/sys/class/net/tap0"); err == nil {
 		t.Error("tap0 is on the host")
+	}
+}
+
+// onHost makes this program ask for VMs and print the answer, on a host that a test has made for it.
+const onHost = "COPPICE_TEST_ASK_FOR_VMS"
+
+// TestVMs: a host where VMs can run is accepted, and one is refused that lacks what each VM needs, as in a container. The runner of the container would
+// look ready, and every fork would fail.
+func TestVMs(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	err := VMs(t.Context())
+	if os.Getenv(onHost) != "" {
+		t.Logf("answer: %v", err)
+		return
+	}
+	require.That(t, "netns", err == nil, "see coppice doctor")
+	for want, script := range map[string]string{
+		"systempaths=unconfined": "mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys",
+		"pass /dev/net/tun in":   "mount --bind /dev/null /dev/net/tun",
+		"answer: <nil>":          "true",
+	} {
+		cmd := exec.CommandContext(t.Context(), "unshare", "--mount", "sh", "-ec", script+`; exec "$0" -test.v -test.run '^TestVMs$'`, os.Args[0])
+		cmd.Env = append(os.Environ(), onHost+"=1")
+		if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), want) {
+			t.Errorf("after %q: %v, want %q in\n%s", script, err, want, out)
+		}
 	}
 }
 

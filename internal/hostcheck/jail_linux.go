@@ -28,10 +28,12 @@ func jails(ctx context.Context) Result {
 	return ok(checkJail, "a program was started with files of its own")
 }
 
-// Jail refuses a host on which no VM can be started, because none can have files of its own.
-func Jail(ctx context.Context) error {
-	if r := jails(ctx); r.Status != OK {
-		return core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "VMs cannot run here: %s; cure: %s", r.Detail, r.Cure)
+// VMs refuses a host on which no VM can be started: where none can have files of its own, or a network.
+func VMs(ctx context.Context) error {
+	for _, check := range []Check{jails, settings, tap} {
+		if r := check(ctx); r.Status != OK {
+			return core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "VMs cannot run here: %s; cure: %s", r.Detail, r.Cure)
+		}
 	}
 	return nil
 }

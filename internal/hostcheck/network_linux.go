@@ -39,6 +39,15 @@ func networkNamespaces(context.Context) Result {
 	return ok(name, "a namespace was made")
 }
 
+// settings tries what is set in every namespace of a sandbox. An engine shows a container a /proc/sys that cannot be written.
+func settings(context.Context) Result {
+	const name = "network-settings"
+	if err := inNamespace(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("0"), 0) }); err != nil {
+		return fail(name, cureOf(err, "mount /proc so that it can be written; in a container, docker: --security-opt systempaths=unconfined"), "%s", cause(err))
+	}
+	return ok(name, "a setting of a fresh namespace was written")
+}
+
 func rules(context.Context) Result {
 	const name = "nftables"
 	if err := inNamespace(loadRules); err != nil {

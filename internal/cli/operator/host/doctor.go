@@ -18,23 +18,25 @@ import (
 // NewDoctorCommand makes the command "coppice doctor".
 func NewDoctorCommand(a *cli.App) *cobra.Command {
 	var dataDir string
+	var runner bool
 	c := &cobra.Command{
 		Use:   "doctor",
 		Short: "Check what this host can do, by trying it",
 		Long: `Check what this host can do, by trying it. Each failed check says how to fix the host.
 
-The exit status is 0 if coppice dev can run here, with or without KVM, and 1 if not.
+The exit status is 0 if coppice dev can run here, with or without KVM, and 1 if not. With --runner the question is whether coppice runner can:
+it needs neither PostgreSQL nor what builds an image.
 The command looks at the programs that COPPICE_QEMU and COPPICE_CLOUD_HYPERVISOR name. It says which VMM a runner would choose, and why.
 A check leaves nothing behind. Most checks need root.`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			cfg := vmmChecks(a)
-			cfg.DataDir, cfg.PGBin = dataDir, a.Getenv("PGBIN")
+			cfg.DataDir, cfg.PGBin, cfg.RunnerOnly = dataDir, a.Getenv("PGBIN"), runner
 			report, err := hostcheck.Run(c.Context(), hostcheck.Checks(cfg))
 			if err != nil {
 				return err
 			}
-			if err := a.Print(report, func(w io.Writer) error { return printReport(w, report) }); err != nil {
+			if err := a.Print(report, func(w io.Writer) error { return printReport(w, report, runner) }); err != nil {
 				return err
 			}
 			if !report.OK {
@@ -44,6 +46,7 @@ A check leaves nothing behind. Most checks need root.`,
 		},
 	}
 	c.Flags().StringVar(&dataDir, "data-dir", cmp.Or(a.Getenv("COPPICE_DATA_DIR"), DefaultDataDir), "`directory` that will hold sandboxes and checkpoints (COPPICE_DATA_DIR)")
+	c.Flags().BoolVar(&runner, "runner", false, "check what coppice runner needs, and not what only coppice dev needs")
 	return c
 }
 
@@ -60,7 +63,7 @@ func vmmChecks(a *cli.App) hostcheck.Config {
 	return cfg
 }
 
-func printReport(w io.Writer, report hostcheck.Report) error {
+func printReport(w io.Writer, report hostcheck.Report, runner bool) error {
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	for _, r := range report.Checks {
 		lines := wrap(r.Detail, 90)
@@ -78,11 +81,15 @@ func printReport(w io.Writer, report hostcheck.Report) error {
 	if err := table.Flush(); err != nil {
 		return err
 	}
-	verdict := "coppice dev can run on this host."
-	if !report.OK {
-		verdict = "coppice dev cannot run on this host yet: see the lines that begin with \"fail\"."
+	server := "dev"
+	if runner {
+		server = "runner"
 	}
-	_, err := fmt.Fprintf(w, "\n%s\n", verdict)
+	verdict := "coppice %s can run on this host."
+	if !report.OK {
+		verdict = "coppice %s cannot run on this host yet: see the lines that begin with \"fail\"."
+	}
+	_, err := fmt.Fprintf(w, "\n"+verdict+"\n", server)
 	return err
 }
 
