@@ -132,7 +132,7 @@ func (s *server) observe(next echo.HandlerFunc) echo.HandlerFunc {
 				}
 			}
 			s.control.ObserveRequest(s.routeOf(c), c.Request().Method, c.Response().Status, time.Since(start))
-			s.log.InfoContext(ctx, "request", "request_id", id, "method", c.Request().Method, "path", c.Request().URL.Path, "status", c.Response().Status,
+			s.log.Log(ctx, accessLevel(c), "request", "request_id", id, "method", c.Request().Method, "path", c.Request().URL.Path, "status", c.Response().Status,
 				"bytes", c.Response().Size, "duration_ms", core.Milliseconds(time.Since(start)), "project_id", projectOf(ctx))
 			if again != nil {
 				panic(again)
@@ -143,6 +143,14 @@ func (s *server) observe(next echo.HandlerFunc) echo.HandlerFunc {
 		}
 		return nil
 	}
+}
+
+// accessLevel keeps health checks that succeed out of the usual log: engines and balancers ask every few seconds.
+func accessLevel(c echo.Context) slog.Level {
+	if path := c.Request().URL.Path; c.Response().Status == http.StatusOK && (path == "/healthz" || path == "/readyz") {
+		return slog.LevelDebug
+	}
+	return slog.LevelInfo
 }
 
 func writeJSON(w http.ResponseWriter, status int, v any) error {
