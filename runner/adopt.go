@@ -101,10 +101,10 @@ func (r *Runner) adopt(ctx context.Context, j *journal.Journal) (_ *sandbox, err
 	}
 	var steps undo.Stack
 	defer func() { err = steps.Settle(ctx, err) }()
-	if !r.slots.reserve(j.Slot) {
+	if !r.slots.Reserve(j.Slot) {
 		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "its place, number %d, is taken or beyond the limit of this runner", j.Slot)
 	}
-	steps.Push("slot", func(context.Context) error { r.slots.give(j.Slot); return nil })
+	steps.Push("slot", func(context.Context) error { r.slots.Give(j.Slot); return nil })
 	if j.Pager != "" && j.Pager != r.lazy.Instance() {
 		return nil, core.Errorf(core.Unavailable, core.CodePagerGone, "the pager that it had memory from has ended")
 	}

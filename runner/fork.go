@@ -113,34 +113,51 @@ func forkError(child runnerapi.Child, ckpt *checkpoints.Opened, err error) error
 	return core.Wrapf(err, category, code, "%s: %s", what, core.MessageOf(err))
 }
 
-// forkSandbox makes one sandbox and makes it ready. After an error nothing of it is left.
-func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
+// forkSandbox makes one sandbox and makes it ready. After an error nothing of it is left. A prepared machine that cannot be used is no reason to
+// fail: then the sandbox is made of another machine.
+func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
+	for first := true; ; first = false {
+		s, report, err := r.forkOnce(ctx, ckpt, child, first, watch)
+		if !errors.Is(err, errUnclaimed) {
+			return s, report, err
+		}
+		r.cfg.Log.WarnContext(ctx, "prepared machine could not be used for a fork", "sandbox_id", child.SandboxID, "checkpoint_id", ckpt.ID, "err", err)
+		watch.Lap("unclaimed")
+	}
+}
+
+// forkOnce is forkSandbox, with a prepared machine or without. Its error is errUnclaimed if the child can be made of another machine.
+func (r *Runner) forkOnce(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, prepared bool, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
 	if s, err := r.find(child.SandboxID); err == nil { // the request is repeated
 		return s.forkedBefore(ctx)
 	}
 	if r.runCtx.Err() != nil { // the runner was stopped while the child waited for a CPU
 		return nil, nil, errStopping
 	}
-	ready := r.takePrepared(ckpt, child)
-	var sh *shell
-	if ready != nil {
-		sh = ready.shell
-	} else if sh, err = r.takeShell(ctx, ckpt); err != nil {
-		return nil, nil, err
-	} else {
-		for _, t := range sh.timings {
-			watch.Add("shell."+t.Stage, time.Duration(t.DurationMS*float64(time.Millisecond)))
+	if prepared {
+		if m := r.takePrepared(ckpt, child); m != nil {
+			return r.forkInto(ctx, ckpt, child, m.shell, m.agent, watch)
 		}
-		watch.Lap("shell")
 	}
+	sh, err := r.takeShell(ctx, ckpt)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, t := range sh.timings {
+		watch.Add("shell."+t.Stage, time.Duration(t.DurationMS*float64(time.Millisecond)))
+	}
+	watch.Lap("shell")
+	return r.forkInto(ctx, ckpt, child, sh, nil, watch)
+}
+
+// forkInto makes a shell the sandbox of a child. agent is the connection of a prepared machine. If that machine cannot be used, the error is
+// errUnclaimed.
+func (r *Runner) forkInto(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, sh *shell, agent *guest.Client, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
 	s := newSandbox(r, sh, child.SandboxID, runnerapi.Sandbox{
 		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxStarting,
 		Checkpoint: ckpt.ID, Identity: child.Identity, Resources: ckpt.Resources,
 	}, nil)
-	s.authority = child.CA
-	if ready != nil {
-		s.guest = ready.agent
-	}
+	s.authority, s.guest = child.CA, agent
 	if err := r.register(s); err != nil {
 		if gone := errors.Join(s.hangUp(), r.dismantle(ctx, sh)); gone != nil {
 			return nil, nil, errors.Join(err, gone)
@@ -151,9 +168,16 @@ func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, chil
 		return nil, nil, err
 	}
 	defer s.unlock()
-	report, err := r.restoreAndReseal(ctx, s, ckpt, child, ready != nil, watch)
+	report, err := r.restoreAndReseal(ctx, s, ckpt, child, agent != nil, watch)
 	if err == nil {
 		err = forkReady.Hit(ctx)
+	}
+	if errors.Is(err, errUnclaimed) { // what it has used is not the workspace's
+		s.unclaimed = true
+		if gone := r.takeDownLocked(ctx, s); gone != nil {
+			return nil, nil, fmt.Errorf("%w (%v)", gone, err) //nolint:errorlint // no other machine is made beside it
+		}
+		return nil, nil, err
 	}
 	if err != nil {
 		return nil, report, errors.Join(r.lazy.Explain(s.lazyMachine(), err), r.destroyLocked(ctx, s))
@@ -174,6 +198,9 @@ func (s *sandbox) forkedBefore(ctx context.Context) (*sandbox, *core.ResealRepor
 	defer s.unlock()
 	select {
 	case <-s.gone:
+		if s.unclaimed {
+			return nil, nil, errUnclaimed
+		}
 		return nil, nil, core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s was destroyed meanwhile", s.info.ID)
 	default:
 		return s, s.reseal, nil

@@ -33,7 +33,9 @@ type preparedMachine struct {
 
 func newPreparedPool(r *Runner) *prepared.Pool[*preparedMachine] {
 	return prepared.New(prepared.Config[*preparedMachine]{
-		Max: r.cfg.Prepare.Max, Make: r.prepare, TakeDown: r.dismantlePrepared, Used: (*preparedMachine).used, Dead: (*preparedMachine).ended, Idle: r.idleForPreparing, Now: time.Now, Log: r.cfg.Log,
+		Max: r.cfg.Prepare.Max, Make: r.prepare, TakeDown: r.dismantlePrepared, Used: (*preparedMachine).used, Dead: (*preparedMachine).ended,
+		Bound: func(m *preparedMachine) bool { return m.resealed }, Busy: func() bool { return r.busy() || r.lease.Fenced() || r.runCtx.Err() != nil },
+		Room: r.roomForPrepared, Now: time.Now, Log: r.cfg.Log,
 	})
 }
 
@@ -57,21 +59,16 @@ func (r *Runner) dismantlePrepared(ctx context.Context, m *preparedMachine) erro
 	return r.dismantle(ctx, m.shell)
 }
 
-// spareMemory is what must be free besides a prepared machine: as much as a small guest writes.
-const spareMemory = 1 << 30
-
-// idleForPreparing reports whether no fork is under way, and the host has room for another machine: memory as for a small guest that has written
-// all of its own, and disk beyond the floor.
-func (r *Runner) idleForPreparing() bool {
-	if r.busy() || r.lease.Fenced() || r.runCtx.Err() != nil {
-		return false
-	}
+// roomForPrepared says what the host has left.
+func (r *Runner) roomForPrepared() (left prepared.Room, err error) {
 	available, err := procfs.KiB("/proc/meminfo", "MemAvailable")
-	if err != nil || available<<10 < spareMemory {
-		return false
+	if err != nil {
+		return left, err
 	}
-	free, err := r.room.Free()
-	return err == nil && free > 0
+	left.Memory = available << 10
+	left.FreeSlots, left.Slots = r.slots.Free()
+	left.Disk, err = r.room.Free()
+	return left, err
 }
 
 // expectForks notes that a checkpoint was captured in a sandbox.
@@ -88,8 +85,8 @@ func (r *Runner) expectForks(id core.SandboxID, c runnerapi.Checkpoint) {
 }
 
 // prepare restores a checkpoint into a shell, connects to the agent and gives the guest an identity that nobody will see, so that its code has
-// run once when a fork is asked for. Then the machine is paused until a fork takes it. While it is prepared, it has the lowest share of the processors. Memory that the pager serves is left alone. An
-// agent that knows of no provisional reseal is only connected to.
+// run once when a fork is asked for. Then the machine is paused until a fork takes it. While it is prepared, it has the lowest share of the
+// processors. Memory that the pager serves is left alone. An agent that knows of no provisional reseal is only connected to.
 func (r *Runner) prepare(ctx context.Context, want forecast.Want) (_ *preparedMachine, err error) {
 	ckpt, err := r.checkpoints.Open(want.Checkpoint)
 	if err != nil {
@@ -107,7 +104,7 @@ func (r *Runner) prepare(ctx context.Context, want forecast.Want) (_ *preparedMa
 	if ckpt.Memory.Arriving() {
 		return nil, errArriving
 	}
-	if available, err := procfs.KiB("/proc/meminfo", "MemAvailable"); err != nil || available<<10 < spareMemory+2*ckpt.DeltaBytes {
+	if left, err := r.roomForPrepared(); err != nil || !left.Holds(2*ckpt.DeltaBytes) {
 		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "the host has too little memory for the %d bytes that differ from the base", ckpt.DeltaBytes)
 	}
 	s, err := r.newShell(ctx, sh, ckpt.Memory, nil)
@@ -180,9 +177,7 @@ func (m *preparedMachine) practise(ctx context.Context, r *Runner) error {
 // takePrepared returns a machine that was prepared for a child of a checkpoint, or nil. What was prepared is what is asked for: the same bytes,
 // which a record stands for, and the same authority, which the guest trusts already.
 func (r *Runner) takePrepared(ckpt *checkpoints.Opened, child runnerapi.Child) *preparedMachine {
-	m, ok := r.prepared.Take(ckpt.ID, func(m *preparedMachine) bool {
-		return m.record == ckpt.Record && m.Class == r.class && (!m.resealed || m.authority == child.CA)
-	})
+	m, ok := r.prepared.Take(ckpt.ID, child.CA, func(m *preparedMachine) bool { return m.record == ckpt.Record && m.Class == r.class })
 	if !ok {
 		return nil
 	}

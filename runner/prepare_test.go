@@ -125,17 +125,18 @@ func (r *fakeRig) wantOnlyOf(ids ...core.SandboxID) {
 			r.prepared.Removed(c.ID)
 		}
 		r.prepared.Purge(r.t.Context())
-		r.slots.mu.Lock()
-		defer r.slots.mu.Unlock()
-		return len(slices.DeleteFunc(slices.Clone(r.slots.used), func(used bool) bool { return !used })) == len(ids)
+		free, all := r.slots.Free()
+		return all-free == len(ids)
 	})
 	r.wantOnly(ids...)
 }
 
-// TestPreparedMisfits: a machine is claimed only by a fork that asks for what was prepared: the same bytes and the same authority.
+// TestPreparedMisfits: a machine is claimed only by a fork that asks for what was prepared: the same bytes and the same authority. Machines of two
+// authorities wait beside each other.
 func TestPreparedMisfits(t *testing.T) {
 	t.Parallel()
-	r := newFakeRig(t, prepareUpTo(2))
+	registry := prometheus.NewRegistry()
+	r := newFakeRig(t, func(c *Config) { c.Prepare.Max, c.Metrics = 3, registry })
 	template := r.boot()
 	with := func(ca string) runnerapi.Child {
 		c := r.child()
@@ -147,11 +148,18 @@ func TestPreparedMisfits(t *testing.T) {
 	if claimed(t, r.forkInto(template, with("two"))[0]) {
 		t.Error("a machine that trusts one authority was claimed for another")
 	}
-	r.awaitPrepared(template, 1)
-	if !claimed(t, r.forkInto(template, with("two"))[0]) {
-		t.Error("a machine that trusts the same authority was not claimed")
+	for range 3 {
+		for _, ca := range []string{"one", "two"} {
+			r.awaitPrepared(template, 2)
+			if !claimed(t, r.forkInto(template, with(ca))[0]) {
+				t.Errorf("the machine that trusts authority %s was not claimed", ca)
+			}
+		}
 	}
-	r.awaitPrepared(template, 1)
+	if n := testmetrics.Of(t, registry)["coppice_runner_prepared_total wasted"]; n != 0 {
+		t.Errorf("%v machines were wasted by two projects that took turns", n)
+	}
+	r.awaitPrepared(template, 2)
 	big := with("two")
 	big.DiskGiB = 1
 	grown := r.forkInto(template, big)[0]
@@ -171,11 +179,11 @@ func TestPreparedMisfits(t *testing.T) {
 
 // TestPreparedGivesWay: a fork that needs the place of a prepared machine gets it, also that of a machine that is being prepared.
 func TestPreparedGivesWay(t *testing.T) { //nolint:paralleltest // failpoints are the process's
-	r := newFakeRig(t, func(c *Config) { c.Prepare.Max, c.MaxSandboxes = 2, 3 })
+	r := newFakeRig(t, func(c *Config) { c.Prepare.Max, c.MaxSandboxes = 2, 4 })
 	one, other := r.boot(), r.boot()
 	ids := []core.SandboxID{r.forkInto(one, r.child())[0].SandboxID}
 	r.awaitPrepared(one, 1)
-	for _, c := range r.forkInto(other, r.child(), r.child()) {
+	for _, c := range r.forkInto(other, r.child(), r.child(), r.child()) {
 		if claimed(t, c) {
 			t.Error("a machine of another checkpoint was claimed")
 		}
@@ -193,7 +201,10 @@ func TestPreparedGivesWay(t *testing.T) { //nolint:paralleltest // failpoints ar
 	hang(t, "prepare.restored", func() {
 		_, _ = r.Fork(t.Context(), runnerapi.Fork{CheckpointID: other, Children: []runnerapi.Child{second}})
 	})
-	ids[2] = r.forkInto(other, r.child())[0].SandboxID // takes the last place
+	ids = ids[:2]
+	for _, c := range r.forkInto(other, r.child(), r.child()) { // takes the last places
+		ids = append(ids, c.SandboxID)
+	}
 	r.wantOnlyOf(ids...)
 }
 
@@ -258,31 +269,93 @@ func TestPreparationFails(t *testing.T) {
 	}
 }
 
-// TestClaimFails: a child whose prepared machine fails it is destroyed, as any other.
+// TestClaimFails: a prepared machine that cannot go on or has ended is no reason to fail a fork: its child is made of another machine, once. A guest
+// that fails its reseal ends the child, as that of any other machine would.
 func TestClaimFails(t *testing.T) { //nolint:paralleltest // failpoints are the process's
-	r := newFakeRig(t, prepareUpTo(1))
-	template := r.boot()
-	s := r.fork(template)
-	r.awaitPrepared(template, 1)
-	armed, err := failpoint.Arm("prepare.claimed", failpoint.Action{Kind: failpoint.Fail, Times: 1})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer armed.Disarm()
-	f, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: template, Children: []runnerapi.Child{r.child()}})
-	if err != nil || f.Children[0].Problem == nil || f.Children[0].Problem.Code != core.CodeForkFailed {
-		t.Errorf("%+v, %v", f, err)
-	}
-	r.wantOnlyOf(s)
-	// One that has ended while it waited is no failure: the fork does without.
-	r.fork(template)
-	r.awaitPrepared(template, 1)
-	for _, dir := range r.shellDirs() {
-		if j, err := journal.Read(dir, r.cfg.ClusterID); err == nil && j.Sandbox == nil {
-			r.driver.Crash(*j.Handle)
+	fail := func(fault fakevmm.Fault) func(r *fakeRig) (disarm func()) {
+		return func(r *fakeRig) func() {
+			fault.Times = 1
+			return r.driver.Arm(fault)
 		}
 	}
-	r.forkInto(template, r.child())
+	for name, c := range map[string]struct {
+		arm   func(r *fakeRig) (disarm func())
+		fails bool
+	}{
+		"at the claim": {arm: func(r *fakeRig) func() {
+			armed, err := failpoint.Arm("prepare.claimed", failpoint.Action{Kind: failpoint.Fail, Times: 1})
+			if err != nil {
+				r.t.Fatal(err)
+			}
+			return func() { armed.Disarm() }
+		}},
+		"it does not go on":       {arm: fail(fakevmm.Fault{Step: fakevmm.StepResume, Kind: fakevmm.Fail})},
+		"it ends when it goes on": {arm: fail(fakevmm.Fault{Step: fakevmm.StepResume, Kind: fakevmm.Die})},
+		"it ends in its reseal":   {arm: fail(fakevmm.Fault{Step: fakevmm.AgentStep("reseal"), Kind: fakevmm.Die})},
+		"a step fails":            {arm: fail(fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepMachineID), Kind: fakevmm.Fail}), fails: true},
+		"a step lies":             {arm: fail(fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepHostname), Kind: fakevmm.Lie}), fails: true},
+		"it ended while it waited": {arm: func(r *fakeRig) func() {
+			for _, dir := range r.shellDirs() {
+				if j, err := journal.Read(dir, r.cfg.ClusterID); err == nil && j.Sandbox == nil {
+					r.driver.Crash(*j.Handle)
+				}
+			}
+			return func() {}
+		}},
+	} {
+		t.Run(name, func(t *testing.T) { //nolint:paralleltest // see above
+			r := newFakeRig(t, prepareUpTo(1))
+			template := r.boot()
+			ids := []core.SandboxID{r.fork(template)}
+			r.awaitPrepared(template, 1)
+			disarm := c.arm(r)
+			child := r.child()
+			f, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: template, Children: []runnerapi.Child{child}})
+			disarm()
+			if err != nil {
+				t.Fatal(err)
+			}
+			out := f.Children[0]
+			if (out.Problem != nil) != c.fails {
+				t.Fatalf("the fork fails: %v; %+v", out.Problem != nil, out.Problem)
+			}
+			if !c.fails {
+				ids = append(ids, child.SandboxID)
+				if out.Reseal == nil || !out.Reseal.Complete || out.Reseal.Generation != child.Identity.Generation {
+					t.Errorf("it was resealed as %+v", out.Reseal)
+				}
+				if used := r.Usages(); len(used) > 2 {
+					t.Errorf("the workspaces have used %+v", used)
+				}
+			}
+			r.wantOnlyOf(ids...)
+		})
+	}
+}
+
+// TestPreparedLeavesRoom: machines are prepared only while slots are left for other shapes, and end when forks leave too few.
+func TestPreparedLeavesRoom(t *testing.T) {
+	t.Parallel()
+	r := newFakeRig(t, func(c *Config) { c.Prepare.Max, c.MaxSandboxes = 16, 16 }) // two of them stay free
+	template := r.boot()
+	var ids []core.SandboxID
+	for range 4 {
+		ids = append(ids, r.fork(template))
+	}
+	children := make([]runnerapi.Child, 8)
+	for i := range children {
+		children[i] = r.child()
+	}
+	for _, c := range r.forkInto(template, children...) {
+		ids = append(ids, c.SandboxID)
+	}
+	r.awaitPrepared(template, 2)
+	ids = append(ids, r.fork(r.boot())) // of another shape; the template's boot and this child found free slots
+	if n, all := r.slots.Free(); n < 1 || all != 16 {
+		t.Errorf("%d of %d slots are free", n, all)
+	}
+	eventually.True(t, "two slots are free again", func() bool { n, _ := r.slots.Free(); return n == 2 && r.prepared.Ready(template) == 1 })
+	r.wantOnlyOf(ids...)
 }
 
 // shellDirs are the directories with journals.

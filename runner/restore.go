@@ -2,6 +2,8 @@ package runner
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -21,8 +23,10 @@ type restoration struct {
 	child runnerapi.Child
 
 	began       time.Time
+	asked       bool // the guest was asked to reseal itself
 	agent       *guest.Client
 	report      *core.ResealReport // nil until the guest has answered
+	claimed     *preparedMachine   // nil: it was not prepared, or was not reached yet
 	attestation []byte
 }
 
@@ -55,7 +59,22 @@ func (r *Runner) restoreAndReseal(ctx context.Context, s *sandbox, ckpt *checkpo
 		{does: "release the workload", lap: "release", then: forkReleased, do: m.release},
 		{does: "record that the sandbox is ready", lap: "journal", do: m.ready},
 	}...))
+	if err != nil && m.unclaimed() {
+		err = fmt.Errorf("%w: %w", errUnclaimed, err)
+	}
 	return m.report, err
+}
+
+// errUnclaimed says that a prepared machine was of no use for a child. The child can be made of another machine.
+var errUnclaimed = errors.New("the prepared machine could not be claimed")
+
+// unclaimed reports whether a prepared machine failed before it answered anything: it did not go on, or it ended. A guest that answered has
+// proven something or has failed to; then the child fails as any other.
+func (m *restoration) unclaimed() bool {
+	if m.claimed == nil || m.report != nil {
+		return false
+	}
+	return !m.asked || m.claimed.ended()
 }
 
 func (m *restoration) announce(context.Context) error {
@@ -82,6 +101,7 @@ func (m *restoration) restore(ctx context.Context) error {
 func (m *restoration) claim(ctx context.Context) error {
 	m.s.setState(runnerapi.SandboxQuarantined)
 	m.agent = m.s.guest
+	m.claimed = &preparedMachine{shell: m.s.shell, agent: m.agent}
 	if err := m.s.group.SetWeight(m.r.cfg.limits(m.s.shape.resources).Weight); err != nil {
 		return err
 	}
@@ -110,6 +130,7 @@ func (m *restoration) connect(ctx context.Context) (err error) {
 }
 
 func (m *restoration) reseal(ctx context.Context) (err error) {
+	m.asked = true
 	m.report, err = m.r.reseal(ctx, m.agent, m.s.shape.diskBytes, m.ckpt, m.child)
 	return err
 }

@@ -218,16 +218,8 @@ func (r *fakeRig) wantOnly(ids ...core.SandboxID) {
 	if err != nil || len(parts) > 0 {
 		r.t.Errorf("left behind: %q, %v", parts, err)
 	}
-	used := 0
-	r.slots.mu.Lock()
-	defer r.slots.mu.Unlock()
-	for _, u := range r.slots.used {
-		if u {
-			used++
-		}
-	}
-	if used != len(ids) {
-		r.t.Errorf("%d places are taken by %d sandboxes", used, len(ids))
+	if free, all := r.slots.Free(); all-free != len(ids) {
+		r.t.Errorf("%d places are taken by %d sandboxes", all-free, len(ids))
 	}
 }
 

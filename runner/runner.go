@@ -34,6 +34,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/sealing"
+	"github.com/coppice-dev/coppice/runner/slots"
 	"github.com/coppice-dev/coppice/runner/usage"
 	"github.com/coppice-dev/coppice/runner/warm"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -59,7 +60,7 @@ type Runner struct {
 	seals       *sealing.Sealer
 	fetches     *fetch.Fetcher
 	compare     *compare.Comparer
-	slots       *slots
+	slots       *slots.Slots
 	warm        *warm.Pool[shape, *shell]
 	prepared    *prepared.Pool[*preparedMachine]
 	metrics     *metrics
@@ -104,7 +105,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	hash := sha256.Sum256([]byte(cfg.ClusterID))
 	r := &Runner{
 		cfg: cfg, class: classOf(fp), kvm: fp.Detail, clusterHash: hex.EncodeToString(hash[:4]),
-		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), objects: make(chan struct{}, maxObjects), loopback: portforward.NewRunnerPlaces(), started: time.Now(),
+		slots: slots.New(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), objects: make(chan struct{}, maxObjects), loopback: portforward.NewRunnerPlaces(), started: time.Now(),
 		wakeup: make(chan struct{}, 1), sandboxes: make(map[core.SandboxID]*sandbox),
 		dead: make(map[core.SandboxID]runnerapi.Sandbox),
 	}

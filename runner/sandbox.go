@@ -38,6 +38,8 @@ type sandbox struct {
 
 	reseal  *core.ResealReport // of its making; guarded by work
 	refused refusals           // guarded by work
+	// unclaimed says that the child is made of another machine, because this one was prepared and has failed; guarded by work.
+	unclaimed bool
 	// attestation is this runner's signed report of the reseal; nil if no controller had certified the runner. It is set once, before the
 	// sandbox is ready.
 	attestation []byte
@@ -271,6 +273,11 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	default:
 	}
 	r.usages.End(s.info.ID, s.machine.Handle())
+	return r.takeDownLocked(ctx, s)
+}
+
+// takeDownLocked is destroyLocked for a sandbox that was not destroyed before.
+func (r *Runner) takeDownLocked(ctx context.Context, s *sandbox) error {
 	s.ports.CloseAll()
 	s.egress.End(ctx)
 	_ = s.hangUp() // the guest is about to end anyway

@@ -79,7 +79,7 @@ type boot struct {
 // is left.
 func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *boot) (_ *shell, err error) {
 	watch := core.NewStopwatch()
-	slot, err := r.slots.take()
+	slot, err := r.slots.Take()
 	if err != nil {
 		return nil, err
 	}
@@ -90,7 +90,7 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 	}
 	var done undo.Stack
 	defer func() { err = done.Settle(ctx, err) }()
-	done.Push("slot", func(context.Context) error { r.slots.give(slot); return nil })
+	done.Push("slot", func(context.Context) error { r.slots.Give(slot); return nil })
 	done.Push("directories", func(context.Context) error { return r.directories.Remove(s.runDir, s.dir) })
 	if err := runSteps(ctx, watch, []step{
 		{does: "make the directories", then: shellJournaled, do: s.makeDirs},
@@ -235,7 +235,7 @@ func (r *Runner) dismantle(ctx context.Context, s *shell) error {
 	if s.base.ID != "" {
 		errs = append(errs, s.base.Close(), r.checkpoints.ReleaseBase(s.base.ID))
 	}
-	r.slots.give(s.Slot)
+	r.slots.Give(s.Slot)
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("take down shell %s: %w", s.ID, err)
 	}

@@ -31,10 +31,11 @@ type Config[Machine any] struct {
 	TakeDown func(ctx context.Context, m Machine) error
 	Used     func(m Machine) float64 // seconds of processor time
 	Dead     func(m Machine) bool    // it has ended by itself, or does not answer any more
-	// Idle reports whether the host has the time and the room for another machine.
-	Idle func() bool
-	Now  func() time.Time
-	Log  *slog.Logger
+	Bound    func(m Machine) bool    // it serves only forks that come with what it was made with
+	Busy     func() bool             // forks are under way, or no machine may be made
+	Room     func() (Room, error)    // what the host has left
+	Now      func() time.Time
+	Log      *slog.Logger
 }
 
 // Pool keeps prepared machines. It is safe for concurrent use.
@@ -49,47 +50,59 @@ type Pool[Machine any] struct {
 	ready    []entry[Machine] // oldest first
 	useless  []entry[Machine] // to be taken down by Run
 	making   *making          // nil: none is being made
+	ending   int              // machines that are being taken down
+	ended    chan struct{}    // closed, and replaced, when one of them is gone
 }
 
 type entry[Machine any] struct {
+	kind    kind
+	machine Machine
+	made    time.Time
+}
+
+// kind says which machines can take each other's place: those of one checkpoint that were made with the same thing.
+type kind struct {
 	checkpoint core.CheckpointID
-	machine    Machine
-	made       time.Time
+	with       string
 }
 
 // making is a machine that is being made.
 type making struct {
-	checkpoint core.CheckpointID
-	cancel     context.CancelFunc
-	done       chan struct{} // closed when it is ready, or nothing of it is left
+	kind   kind
+	cancel context.CancelFunc
+	done   chan struct{} // closed when it is ready, or nothing of it is left
 }
 
 // New returns a pool without machines.
 func New[Machine any](cfg Config[Machine]) *Pool[Machine] {
-	return &Pool[Machine]{cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics()}
+	return &Pool[Machine]{cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics(), ended: make(chan struct{})}
 }
 
-// Take takes a machine of a checkpoint out of the pool: no other caller gets it. One that has ended or does not fit is taken down, and counts as
-// lost. ok is false if there is none.
-func (p *Pool[Machine]) Take(id core.CheckpointID, fits func(m Machine) bool) (m Machine, ok bool) {
+// Take takes a machine of a checkpoint out of the pool, for a fork that comes with something: no other caller gets it. One that has ended or is
+// not current is taken down, and counts as lost. Machines for forks that come with something else stay. ok is false if there is none.
+func (p *Pool[Machine]) Take(id core.CheckpointID, with string, current func(m Machine) bool) (m Machine, ok bool) {
 	if p.cfg.Max == 0 {
 		return m, false
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for i, e := range slices.Backward(p.ready) { // the youngest first
-		if e.checkpoint != id {
+		if e.kind.checkpoint != id {
+			continue
+		}
+		usable := !p.cfg.Dead(e.machine) && current(e.machine)
+		if usable && e.kind.with != with && p.cfg.Bound(e.machine) {
 			continue
 		}
 		p.ready = slices.Delete(p.ready, i, i+1)
-		if !p.cfg.Dead(e.machine) && fits(e.machine) {
-			p.forecast.Taken(id)
+		if usable {
+			p.forecast.Taken(id, e.kind.with)
 			p.metrics.hits.Inc()
 			p.metrics.cpu.WithLabelValues("taken").Add(p.cfg.Used(e.machine))
 			return e.machine, true
 		}
 		p.useless = append(p.useless, e)
-		p.forecast.Lost(id, 1, p.cfg.Now())
+		p.forecast.Lost(id, e.kind.with, 1, p.cfg.Now())
 		p.look()
 	}
 	p.metrics.misses.Inc()
@@ -110,8 +123,8 @@ func (p *Pool[Machine]) Forked(id core.CheckpointID, children int, with string) 
 func (p *Pool[Machine]) Removed(id core.CheckpointID) {
 	p.note(func(f *forecast.Forecast) {
 		f.Removed(id)
-		p.giveUp(func(e entry[Machine]) bool { return e.checkpoint == id })
-		if p.making != nil && p.making.checkpoint == id {
+		p.giveUp(func(e entry[Machine]) bool { return e.kind.checkpoint == id })
+		if p.making != nil && p.making.kind.checkpoint == id {
 			p.making.cancel()
 		}
 	})
@@ -163,6 +176,7 @@ func (p *Pool[Machine]) Run(ctx context.Context) {
 		}
 		p.retire()
 		p.clear(ctx)
+		p.shrink(ctx)
 		for p.fill(ctx) {
 		}
 	}
@@ -173,39 +187,78 @@ func (p *Pool[Machine]) retire() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := p.cfg.Now()
-	old := map[core.CheckpointID]int{}
+	old := map[kind]int{}
 	for _, e := range p.giveUp(func(e entry[Machine]) bool { return p.cfg.Dead(e.machine) || now.Sub(e.made) > maxAge }) {
-		old[e.checkpoint]++
+		old[e.kind]++
 	}
-	for id, n := range old {
-		p.forecast.Lost(id, n, now)
+	for k, n := range old {
+		p.forecast.Lost(k.checkpoint, k.with, n, now)
 	}
 }
 
 // clear takes useless machines down. One that cannot be taken down is left to the next runner.
 func (p *Pool[Machine]) clear(ctx context.Context) {
-	p.mu.Lock()
-	gone := p.useless
-	p.useless = nil
-	p.mu.Unlock()
-	for _, e := range gone {
+	for {
+		p.mu.Lock()
+		e, ok := p.pop(&p.useless)
+		p.mu.Unlock()
+		if !ok {
+			return
+		}
 		p.takeDown(ctx, e)
 	}
 }
 
-func (p *Pool[Machine]) takeDown(ctx context.Context, e entry[Machine]) bool {
+// shrink takes machines down while the host has too little left, the oldest first. They are not lost: nobody had the time to take them.
+func (p *Pool[Machine]) shrink(ctx context.Context) {
+	for ctx.Err() == nil {
+		room, err := p.cfg.Room()
+		if err != nil || !room.short() {
+			return // what is left is not known: no machine is made either
+		}
+		p.mu.Lock()
+		e, ok := p.pop(&p.ready)
+		p.mu.Unlock()
+		if !ok {
+			return
+		}
+		p.takeDown(ctx, e)
+	}
+}
+
+// pop takes the first machine from a list, to be taken down. The caller holds mu, and calls takeDown afterwards.
+func (p *Pool[Machine]) pop(list *[]entry[Machine]) (e entry[Machine], ok bool) {
+	if len(*list) == 0 {
+		return e, false
+	}
+	e = (*list)[0]
+	*list = slices.Delete(*list, 0, 1)
+	p.ending++
+	return e, true
+}
+
+// takeDown takes down a machine that counts as ending.
+func (p *Pool[Machine]) takeDown(ctx context.Context, e entry[Machine]) {
 	p.metrics.wasted.Inc()
 	p.metrics.cpu.WithLabelValues("wasted").Add(p.cfg.Used(e.machine))
 	err := p.cfg.TakeDown(context.WithoutCancel(ctx), e.machine)
 	if err != nil {
-		p.cfg.Log.ErrorContext(ctx, "prepared machine was not taken down", "checkpoint_id", e.checkpoint, "err", err)
+		p.cfg.Log.ErrorContext(ctx, "prepared machine was not taken down", "checkpoint_id", e.kind.checkpoint, "err", err)
 	}
-	return err == nil
+	p.mu.Lock()
+	p.ending--
+	close(p.ended)
+	p.ended = make(chan struct{})
+	p.mu.Unlock()
 }
 
 // fill prepares the machine that is missing most, and reports whether there may be more to do. Machines that are wanted less give way to it.
 func (p *Pool[Machine]) fill(ctx context.Context) bool {
-	if ctx.Err() != nil || !p.cfg.Idle() {
+	if ctx.Err() != nil || p.cfg.Busy() {
+		return false
+	}
+	room, err := p.cfg.Room()
+	if err != nil {
 		return false
 	}
 	p.mu.Lock()
@@ -218,20 +271,21 @@ func (p *Pool[Machine]) fill(ctx context.Context) bool {
 		p.mu.Unlock()
 		return false
 	}
-	if len(p.ready) >= p.cfg.Max {
-		if surplus == "" {
+	if len(p.ready) >= p.cfg.Max || !room.another() {
+		if surplus == nil || room.short() {
 			p.mu.Unlock()
 			return false
 		}
 		first := true
 		p.giveUp(func(e entry[Machine]) bool {
-			gone := first && e.checkpoint == surplus
+			gone := first && e.kind == *surplus
 			first = first && !gone
 			return gone
 		})
+		p.forecast.Replaced(p.cfg.Now())
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	m := &making{checkpoint: next.Checkpoint, cancel: cancel, done: make(chan struct{})}
+	m := &making{kind: kindOf(*next), cancel: cancel, done: make(chan struct{})}
 	p.making = m
 	p.mu.Unlock()
 	defer close(m.done)
@@ -240,71 +294,81 @@ func (p *Pool[Machine]) fill(ctx context.Context) bool {
 	return p.add(ctx, m, *next)
 }
 
-// missing says for which checkpoint a machine should be prepared, and one that has more than are wanted. The caller holds mu.
-func (p *Pool[Machine]) missing() (next *forecast.Want, surplus core.CheckpointID) {
-	have := map[core.CheckpointID]int{}
+func kindOf(w forecast.Want) kind { return kind{w.Checkpoint, w.With} }
+
+// missing says for what a machine should be prepared, and a kind of which there are more than are wanted. The caller holds mu.
+func (p *Pool[Machine]) missing() (next *forecast.Want, surplus *kind) {
+	have := map[kind]int{}
 	for _, e := range p.ready {
-		have[e.checkpoint]++
+		have[e.kind]++
 	}
 	for _, w := range p.forecast.Wants(p.cfg.Max, p.cfg.Now()) {
-		if have[w.Checkpoint] -= w.Count; have[w.Checkpoint] < 0 && next == nil {
+		if have[kindOf(w)] -= w.Count; have[kindOf(w)] < 0 && next == nil {
 			next = &w
 		}
 	}
 	for _, e := range p.ready {
-		if have[e.checkpoint] > 0 {
-			return next, e.checkpoint
+		if have[e.kind] > 0 {
+			return next, &e.kind
 		}
 	}
-	return next, ""
+	return next, nil
 }
 
 func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) bool {
 	machine, err := p.cfg.Make(ctx, want)
 	p.mu.Lock()
 	p.making = nil
-	e := entry[Machine]{checkpoint: want.Checkpoint, machine: machine, made: p.cfg.Now()}
+	e := entry[Machine]{kind: m.kind, machine: machine, made: p.cfg.Now()}
 	unwanted := err != nil || p.closed || ctx.Err() != nil
 	switch {
 	case err != nil:
-		p.forecast.Failed(want.Checkpoint)
+		p.forecast.Failed(want.Checkpoint, want.With)
 		if ctx.Err() != nil { // it gave way
 			p.metrics.wasted.Inc()
 		} else {
 			p.metrics.failed.Inc()
 		}
-	case !unwanted:
+	case unwanted:
+		p.ending++
+	default:
 		p.ready = append(p.ready, e)
 	}
 	p.mu.Unlock()
 	switch {
 	case err != nil && ctx.Err() == nil && core.CategoryOf(err) != core.Exhausted:
-		p.cfg.Log.WarnContext(ctx, "machine was not prepared", "checkpoint_id", m.checkpoint, "err", err)
+		p.cfg.Log.WarnContext(ctx, "machine was not prepared", "checkpoint_id", want.Checkpoint, "err", err)
 	case err == nil && unwanted:
 		p.takeDown(ctx, e)
 	}
 	return !unwanted
 }
 
-// MakeRoom takes down the oldest machine, or the one that is being made, for a fork that needs its place. It reports whether there was one.
+// MakeRoom takes down the oldest machine, or the one that is being made, for a fork that needs its place. If the last one is being taken down, it
+// waits for that. It reports whether there was one. Its place may be free now, or another fork has it.
 func (p *Pool[Machine]) MakeRoom(ctx context.Context) bool {
 	p.mu.Lock()
 	for _, list := range []*[]entry[Machine]{&p.useless, &p.ready} {
-		if len(*list) > 0 {
-			e := (*list)[0]
-			*list = slices.Delete(*list, 0, 1)
+		if e, ok := p.pop(list); ok {
 			p.mu.Unlock()
-			return p.takeDown(ctx, e)
+			p.takeDown(ctx, e)
+			return true
 		}
 	}
-	m := p.making
+	var gone <-chan struct{}
+	switch {
+	case p.making != nil:
+		p.making.cancel()
+		gone = p.making.done
+	case p.ending > 0:
+		gone = p.ended
+	}
 	p.mu.Unlock()
-	if m == nil {
+	if gone == nil {
 		return false
 	}
-	m.cancel()
 	select {
-	case <-m.done:
+	case <-gone:
 		return true
 	case <-ctx.Done():
 		return false
@@ -346,7 +410,7 @@ func (p *Pool[Machine]) Ready(id core.CheckpointID) int {
 	defer p.mu.Unlock()
 	n := 0
 	for _, e := range p.ready {
-		if e.checkpoint == id {
+		if e.kind.checkpoint == id {
 			n++
 		}
 	}

@@ -32,11 +32,14 @@ type owner struct {
 	made  int
 	alive map[*machine]bool
 	hold  chan struct{} // Make waits for it; nil: it does not
+	keep  chan struct{} // TakeDown waits for it; nil: it does not
+	room  Room
+	any   bool // machines serve every fork
 }
 
 func newOwner(t *testing.T, most int) *owner {
 	t.Helper()
-	o := &owner{now: time.Now(), dead: map[*machine]bool{}, alive: map[*machine]bool{}, ended: make(chan struct{})}
+	o := &owner{room: Room{Memory: makeMemory, Disk: 1, FreeSlots: 64, Slots: 64}, now: time.Now(), dead: map[*machine]bool{}, alive: map[*machine]bool{}, ended: make(chan struct{})}
 	locked := func(fn func()) {
 		o.mu.Lock()
 		defer o.mu.Unlock()
@@ -64,13 +67,20 @@ func newOwner(t *testing.T, most int) *owner {
 			return m, err
 		},
 		TakeDown: func(_ context.Context, m *machine) error {
+			var keep chan struct{}
+			locked(func() { keep = o.keep })
+			if keep != nil {
+				<-keep
+			}
 			locked(func() { delete(o.alive, m) })
 			return nil
 		},
-		Used: func(*machine) float64 { return 0 },
-		Dead: func(m *machine) (dead bool) { locked(func() { dead = o.dead[m] }); return dead },
-		Idle: func() (idle bool) { locked(func() { idle = !o.busy }); return idle },
-		Now:  func() (now time.Time) { locked(func() { now = o.now }); return now },
+		Used:  func(*machine) float64 { return 0 },
+		Dead:  func(m *machine) (dead bool) { locked(func() { dead = o.dead[m] }); return dead },
+		Bound: func(*machine) (bound bool) { locked(func() { bound = !o.any }); return bound },
+		Busy:  func() (busy bool) { locked(func() { busy = o.busy }); return busy },
+		Room:  func() (room Room, err error) { locked(func() { room = o.room }); return room, nil },
+		Now:   func() (now time.Time) { locked(func() { now = o.now }); return now },
 	})
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	go func() {
@@ -121,7 +131,7 @@ func TestOneTakerEach(t *testing.T) {
 	for range 500 {
 		wg.Go(func() {
 			<-begin
-			if m, ok := o.Take("c", any1); ok {
+			if m, ok := o.Take("c", "", any1); ok {
 				mu.Lock()
 				taken[m]++
 				mu.Unlock()
@@ -148,7 +158,7 @@ func TestUselessMachines(t *testing.T) {
 	o.Forked("c", 2, "")
 	o.await(t, "c", 2)
 	o.set(func() { o.busy = true })
-	if m, ok := o.Take("c", func(*machine) bool { return false }); ok {
+	if m, ok := o.Take("c", "", func(*machine) bool { return false }); ok {
 		t.Errorf("took %v, which does not fit", m)
 	}
 	eventually.True(t, "they are gone", func() bool { return o.living() == 0 })
@@ -162,7 +172,7 @@ func TestUselessMachines(t *testing.T) {
 			o.dead[m] = true
 		}
 	})
-	if m, ok := o.Take("ended", any1); ok {
+	if m, ok := o.Take("ended", "", any1); ok {
 		t.Errorf("took %v, which has ended", m)
 	}
 	eventually.True(t, "they are gone", func() bool { return o.living() == 0 })
@@ -180,7 +190,7 @@ func TestUselessMachines(t *testing.T) {
 		t.Errorf("%d machines were made again", o.made-made-1)
 	}
 	o.Removed("d")
-	if m, ok := o.Take("d", any1); ok {
+	if m, ok := o.Take("d", "", any1); ok {
 		t.Errorf("took %v of a checkpoint that is gone", m)
 	}
 	eventually.True(t, "it is gone", func() bool { return o.living() == 0 })
@@ -226,6 +236,118 @@ func TestMakeRoom(t *testing.T) {
 	}
 }
 
+// TestAuthorities: forks of one checkpoint that come with different things have machines of their own, and leave those of the others alone.
+func TestAuthorities(t *testing.T) {
+	t.Parallel()
+	o := newOwner(t, 4)
+	o.Forked("c", 1, "one")
+	o.Forked("c", 1, "two")
+	o.await(t, "c", 2)
+	o.set(func() { o.busy = true })
+	if m, ok := o.Take("c", "three", any1); ok {
+		t.Errorf("took %v, which was made with something else", m)
+	}
+	first, ok := o.Take("c", "one", any1)
+	if !ok || o.Ready("c") != 1 {
+		t.Errorf("took %v, %v; %d are left", first, ok, o.Ready("c"))
+	}
+	if m, ok := o.Take("c", "one", any1); ok {
+		t.Errorf("took %v, which was made with something else", m)
+	}
+	if m, ok := o.Take("c", "two", any1); !ok || m == first {
+		t.Errorf("took %v, %v", m, ok)
+	}
+	o.set(func() { o.busy, o.any = false, true })
+	o.Forked("d", 1, "one")
+	eventually.True(t, "a machine is ready", func() bool { return o.Ready("d") == 1 })
+	if _, ok := o.Take("d", "two", any1); !ok {
+		t.Error("a machine that serves every fork was not taken")
+	}
+}
+
+// awaited is a context that tells when somebody waits for its end.
+type awaited struct {
+	context.Context
+
+	once sync.Once
+	seen chan struct{}
+}
+
+func (a *awaited) Done() <-chan struct{} {
+	a.once.Do(func() { close(a.seen) })
+	return a.Context.Done()
+}
+
+// TestPlaceUnderWay: a fork that needs a place waits for the machine that is being taken down already.
+func TestPlaceUnderWay(t *testing.T) {
+	t.Parallel()
+	o := newOwner(t, 1)
+	o.Forked("c", 1, "")
+	o.await(t, "c", 1)
+	keep := make(chan struct{})
+	o.set(func() { o.keep, o.busy = keep, true })
+	o.Removed("c")
+	ending := func() bool {
+		o.Pool.mu.Lock()
+		defer o.Pool.mu.Unlock()
+		return o.ending == 1 && len(o.useless) == 0
+	}
+	eventually.True(t, "it is being taken down", ending)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if o.MakeRoom(ctx) {
+		t.Error("there is room before the machine is gone")
+	}
+	waits := &awaited{Context: t.Context(), seen: make(chan struct{})}
+	made := make(chan bool)
+	go func() { made <- o.MakeRoom(waits) }()
+	select {
+	case <-made:
+		t.Error("nobody waited for the machine that is being taken down")
+	case <-waits.seen:
+		keep <- struct{}{}
+		if !<-made || o.living() != 0 {
+			t.Errorf("%d machines are left", o.living())
+		}
+	}
+	if o.MakeRoom(t.Context()) {
+		t.Error("there is room where there is no machine")
+	}
+}
+
+// TestRoom: no machine is made that would leave too little, and machines end, the oldest first, when there is too little.
+func TestRoom(t *testing.T) {
+	t.Parallel()
+	plenty := Room{Memory: makeMemory, Disk: 1, FreeSlots: 9, Slots: 64}
+	for name, r := range map[string]Room{
+		"memory": {Memory: makeMemory - 1, Disk: 1, FreeSlots: 9, Slots: 64},
+		"disk":   {Memory: makeMemory, FreeSlots: 9, Slots: 64},
+		"slots":  {Memory: makeMemory, Disk: 1, FreeSlots: 8, Slots: 64},
+		"few":    {Memory: makeMemory, Disk: 1, FreeSlots: 1, Slots: 2},
+	} {
+		if r.another() || !plenty.another() || plenty.short() {
+			t.Errorf("%s: another machine fits into %+v", name, r)
+		}
+	}
+	for name, r := range map[string]Room{
+		"memory": {Memory: keepMemory - 1, Disk: 1, FreeSlots: 9, Slots: 64},
+		"disk":   {Memory: makeMemory, FreeSlots: 9, Slots: 64},
+		"slots":  {Memory: makeMemory, Disk: 1, FreeSlots: 7, Slots: 64},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o := newOwner(t, 2)
+			o.Forked("c", 2, "")
+			o.await(t, "c", 2)
+			o.set(func() { o.room = r })
+			eventually.True(t, "they are gone", func() bool { return o.Ready("c") == 0 && o.living() == 0 })
+			o.set(func() { o.room = Room{Memory: makeMemory - 1, Disk: 1, FreeSlots: 8, Slots: 64} }) // enough to keep, too little for another
+			o.set(func() { o.room = plenty })
+			o.await(t, "c", 2) // what ended for this reason was not lost
+		})
+	}
+}
+
 // TestFailures: after a failure nothing is tried before the next fork. A closed pool makes and keeps nothing.
 func TestFailures(t *testing.T) {
 	t.Parallel()
@@ -244,7 +366,7 @@ func TestFailures(t *testing.T) {
 		t.Errorf("%d machines after the end (%v)", o.living(), err)
 	}
 	o.Forked("c", 1, "")
-	if m, ok := o.Take("c", any1); ok {
+	if m, ok := o.Take("c", "", any1); ok {
 		t.Errorf("took %v of a closed pool", m)
 	}
 }
@@ -260,7 +382,7 @@ func TestOff(t *testing.T) {
 	t.Parallel()
 	o := newOwner(t, 0)
 	o.Forked("c", 1, "")
-	if _, ok := o.Take("c", any1); ok || len(o.forecastWants()) != 0 {
+	if _, ok := o.Take("c", "", any1); ok || len(o.forecastWants()) != 0 {
 		t.Error("something is expected")
 	}
 }

@@ -5,13 +5,18 @@
 // Captures and forks of one tree are alike: a search captures many checkpoints, forks some of them, and does so again and again with about as
 // many children. So shares and numbers are kept for each tree, and apart for the first fork of a checkpoint and for further ones. If machines are
 // prepared in vain for one of these, there is a pause, each time for twice as long, and likewise for the host as a whole.
+//
+// A machine is prepared for forks that come with the same thing, such as the authority of a project. Forks of one checkpoint that come with
+// different things are as different as forks of different checkpoints: what one project does says nothing about another one.
 package forecast
 
 import (
 	"cmp"
+	"maps"
 	"math"
 	"slices"
 	"time"
+	"unique"
 
 	"github.com/coppice-dev/coppice/core"
 )
@@ -20,7 +25,7 @@ const (
 	// maxTrees and maxNodes bound what is remembered. Beyond them, what was used longest ago is forgotten.
 	maxTrees = 256
 	maxNodes = 1024
-	maxWith  = 16 << 10 // bytes that forks of a tree come with; more is not remembered
+	maxWith  = 16 << 10 // bytes that forks come with; forks with more are not learned from
 
 	horizon  = time.Minute // a checkpoint that was not used for so long is not expected to be forked
 	minShare = 0.25        // of the checkpoints like it that must have been forked for a machine to be prepared
@@ -38,13 +43,21 @@ const (
 type Want struct {
 	Checkpoint core.CheckpointID
 	Count      int
-	With       string // what forks of its tree come with, as the last event said
+	With       string // what the forks come with
 }
+
+// key says which forks are alike: those of one checkpoint that come with the same thing.
+type key struct {
+	id   core.CheckpointID
+	with unique.Handle[string]
+}
+
+func keyOf(id core.CheckpointID, with string) key { return key{id, unique.Make(with)} }
 
 // Forecast is what is known of a host. It is not safe for concurrent use.
 type Forecast struct {
-	trees map[core.CheckpointID]*tree // by their first checkpoint
-	nodes map[core.CheckpointID]*node
+	trees map[key]*tree // by their first checkpoint
+	nodes map[key]*node
 	trust trust // in the host as a whole
 }
 
@@ -54,7 +67,6 @@ type tree struct {
 	first    habit   // that a captured checkpoint is forked
 	again    habit   // that a checkpoint is forked once more
 	children float64 // usual number in a fork; 0: unknown
-	with     string
 }
 
 // habit is how often something happens, and whether it was worth preparing for.
@@ -73,17 +85,11 @@ func (t *tree) next(n *node) *habit {
 
 // node is a checkpoint.
 type node struct {
-	tree   core.CheckpointID
+	tree   key
 	last   time.Time // its capture, or its last fork
 	forks  int
 	own    bool // its capture was seen: descendants belong to the same tree
 	failed bool // what was prepared since the last event was not taken
-}
-
-func (t *tree) comesWith(what string) {
-	if t.with = what; len(what) > maxWith {
-		t.with = ""
-	}
 }
 
 // share is how often something came true.
@@ -101,7 +107,7 @@ func (s share) rate() float64 { return (s.yes + 1) / (s.all + 2) }
 // trust says whether preparing has been worth it.
 type trust struct {
 	hits, losses float64
-	inVain       int // losses since the last hit
+	inVain       int // pauses since the last hit
 	pause        time.Time
 }
 
@@ -112,48 +118,53 @@ func (t *trust) hit() {
 
 func (t *trust) lost(n, patience int, at time.Time) {
 	t.losses += float64(n)
-	t.inVain++
 	if sum := t.hits + t.losses; sum > history {
 		t.hits, t.losses = t.hits/2, t.losses/2
 	} else if sum < float64(patience) {
 		return
 	}
 	if t.hits/(t.hits+t.losses) < minHits {
+		t.inVain++
 		t.pause = at.Add(min(firstPause<<min(t.inVain-1, 10), maxPause))
 	}
 }
 
 // New returns a forecast that has seen nothing.
 func New() *Forecast {
-	return &Forecast{trees: map[core.CheckpointID]*tree{}, nodes: map[core.CheckpointID]*node{}}
+	return &Forecast{trees: map[key]*tree{}, nodes: map[key]*node{}}
 }
 
 // Captured notes the capture of a checkpoint. parent is the checkpoint that it descends from; empty if it is the first one of its tree, such as
 // a child of a template.
 func (f *Forecast) Captured(id, parent core.CheckpointID, with string, at time.Time) {
-	if n := f.nodes[id]; n != nil && n.own {
+	if len(with) > maxWith {
+		return
+	}
+	k := keyOf(id, with)
+	if n := f.nodes[k]; n != nil && n.own {
 		return // the request was repeated
 	}
-	root := id
-	if n := f.nodes[parent]; n != nil && n.own {
+	root := k
+	if n := f.nodes[key{parent, k.with}]; n != nil && n.own {
 		root = n.tree
 	} else if parent != "" {
-		root = parent // it was captured before this host began to learn
+		root.id = parent // it was captured before this host began to learn
 	}
-	t := f.tree(root, at)
-	t.first.tried()
-	t.comesWith(with)
-	f.add(id, &node{tree: root, own: true}, at)
+	f.tree(root, at).first.tried()
+	f.add(k, &node{tree: root, own: true}, at)
 }
 
 // Forked notes a fork of a checkpoint into children.
 func (f *Forecast) Forked(id core.CheckpointID, children int, with string, at time.Time) {
-	n := f.nodes[id]
+	if len(with) > maxWith {
+		return
+	}
+	k := keyOf(id, with)
+	n := f.nodes[k]
 	if n == nil {
-		n = f.add(id, &node{tree: id}, at)
+		n = f.add(k, &node{tree: k}, at)
 	}
 	t := f.tree(n.tree, at)
-	t.comesWith(with)
 	switch soon := at.Sub(n.last) <= horizon; {
 	case n.forks > 0 && soon:
 		t.again.yes++
@@ -169,32 +180,37 @@ func (f *Forecast) Forked(id core.CheckpointID, children int, with string, at ti
 	n.last, n.failed = at, false
 }
 
-// Taken notes that a fork has taken a prepared machine.
-func (f *Forecast) Taken(id core.CheckpointID) {
+// Taken notes that a fork has taken a machine that was prepared for forks that come with something.
+func (f *Forecast) Taken(id core.CheckpointID, with string) {
 	f.trust.hit()
-	if n := f.nodes[id]; n != nil {
+	if n := f.nodes[keyOf(id, with)]; n != nil {
 		f.trees[n.tree].next(n).hit()
 	}
 }
 
-// Lost notes that prepared machines of a checkpoint were not taken in their time. Machines that gave way to others are not lost.
-func (f *Forecast) Lost(id core.CheckpointID, machines int, at time.Time) {
+// Lost notes that prepared machines of a checkpoint were not taken in their time.
+func (f *Forecast) Lost(id core.CheckpointID, with string, machines int, at time.Time) {
 	f.trust.lost(machines, hostPatience, at)
-	if n := f.nodes[id]; n != nil {
+	if n := f.nodes[keyOf(id, with)]; n != nil {
 		n.failed = true
 		f.trees[n.tree].next(n).lost(machines, habitPatience, at)
 	}
 }
 
+// Replaced notes that a prepared machine gave way to one of another checkpoint. Its habit had no full chance, but the host has paid for it.
+func (f *Forecast) Replaced(at time.Time) { f.trust.lost(1, hostPatience, at) }
+
 // Failed notes that no machine can be prepared for a checkpoint. Nobody tries again before its next fork.
-func (f *Forecast) Failed(id core.CheckpointID) {
-	if n := f.nodes[id]; n != nil {
+func (f *Forecast) Failed(id core.CheckpointID, with string) {
+	if n := f.nodes[keyOf(id, with)]; n != nil {
 		n.failed = true
 	}
 }
 
 // Removed notes that a checkpoint is gone.
-func (f *Forecast) Removed(id core.CheckpointID) { delete(f.nodes, id) }
+func (f *Forecast) Removed(id core.CheckpointID) {
+	maps.DeleteFunc(f.nodes, func(k key, _ *node) bool { return k.id == id })
+}
 
 // Wants says what should be prepared now, most probable forks first. It is at most limit machines.
 func (f *Forecast) Wants(limit int, now time.Time) []Want {
@@ -207,7 +223,7 @@ func (f *Forecast) Wants(limit int, now time.Time) []Want {
 		last  time.Time
 	}
 	var list []candidate
-	for id, n := range f.nodes {
+	for k, n := range f.nodes {
 		t := f.trees[n.tree]
 		habit := t.next(n)
 		chance := habit.rate()
@@ -215,10 +231,10 @@ func (f *Forecast) Wants(limit int, now time.Time) []Want {
 			continue
 		}
 		count := max(1, int(math.Round(t.children)))
-		list = append(list, candidate{Want{Checkpoint: id, Count: count, With: t.with}, chance, n.last})
+		list = append(list, candidate{Want{Checkpoint: k.id, Count: count, With: k.with.Value()}, chance, n.last})
 	}
 	slices.SortFunc(list, func(a, b candidate) int {
-		return cmp.Or(cmp.Compare(b.share, a.share), b.last.Compare(a.last), cmp.Compare(a.Checkpoint, b.Checkpoint))
+		return cmp.Or(cmp.Compare(b.share, a.share), b.last.Compare(a.last), cmp.Compare(a.Checkpoint, b.Checkpoint), cmp.Compare(a.With, b.With))
 	})
 	var out []Want
 	for _, c := range list {
@@ -232,7 +248,7 @@ func (f *Forecast) Wants(limit int, now time.Time) []Want {
 }
 
 // tree finds a tree, or begins one.
-func (f *Forecast) tree(root core.CheckpointID, at time.Time) *tree {
+func (f *Forecast) tree(root key, at time.Time) *tree {
 	t := f.trees[root]
 	if t == nil {
 		if len(f.trees) >= maxTrees {
@@ -246,13 +262,12 @@ func (f *Forecast) tree(root core.CheckpointID, at time.Time) *tree {
 }
 
 // add remembers a node, whose tree is remembered before or after it.
-func (f *Forecast) add(id core.CheckpointID, n *node, at time.Time) *node {
-	if _, there := f.nodes[id]; !there && len(f.nodes) >= maxNodes {
-		oldest := oldestOf(f.nodes, func(n *node) time.Time { return n.last })
-		delete(f.nodes, oldest)
+func (f *Forecast) add(k key, n *node, at time.Time) *node {
+	if _, there := f.nodes[k]; !there && len(f.nodes) >= maxNodes {
+		delete(f.nodes, oldestOf(f.nodes, func(n *node) time.Time { return n.last }))
 	}
 	n.last = at
-	f.nodes[id] = n
+	f.nodes[k] = n
 	return n
 }
 
@@ -260,19 +275,15 @@ func (f *Forecast) add(id core.CheckpointID, n *node, at time.Time) *node {
 func (f *Forecast) forgetTree() {
 	oldest := oldestOf(f.trees, func(t *tree) time.Time { return t.last })
 	delete(f.trees, oldest)
-	for id, n := range f.nodes {
-		if n.tree == oldest {
-			delete(f.nodes, id)
-		}
-	}
+	maps.DeleteFunc(f.nodes, func(_ key, n *node) bool { return n.tree == oldest })
 }
 
-func oldestOf[V any](m map[core.CheckpointID]V, last func(V) time.Time) core.CheckpointID {
-	var oldest core.CheckpointID
+func oldestOf[V any](m map[key]V, last func(V) time.Time) key {
+	var oldest key
 	var at time.Time
-	for id, v := range m {
-		if t := last(v); oldest == "" || t.Before(at) || t.Equal(at) && id < oldest {
-			oldest, at = id, t
+	for k, v := range m {
+		if t := last(v); oldest.id == "" || t.Before(at) || t.Equal(at) && k.id < oldest.id {
+			oldest, at = k, t
 		}
 	}
 	return oldest

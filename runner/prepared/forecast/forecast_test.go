@@ -30,14 +30,14 @@ func TestFirstEvents(t *testing.T) {
 	f.Captured("a", "", "x", at(0))
 	wants(t, f, 4, 0, Want{"a", 1, "x"})
 	wants(t, f, 0, 0)
-	f.Forked("a", 3, "y", at(1))
-	wants(t, f, 4, 2, Want{"a", 3, "y"})
-	wants(t, f, 2, 2, Want{"a", 2, "y"})
+	f.Forked("a", 3, "x", at(1))
+	wants(t, f, 4, 2, Want{"a", 3, "x"})
+	wants(t, f, 2, 2, Want{"a", 2, "x"})
 	wants(t, f, 4, 62)
 	f.Removed("a")
 	wants(t, f, 4, 2)
-	f.Taken("a") // of nothing known
-	f.Lost("a", 1, at(3))
+	f.Taken("a", "x") // of nothing known
+	f.Lost("a", "x", 1, at(3))
 }
 
 // TestSearch: a search captures one checkpoint after the other and forks each once. What was forked is not expected to be forked again, and what
@@ -79,25 +79,64 @@ func TestPauses(t *testing.T) {
 	for _, pause := range []int{30, 60, 120, 240, 480, 960, 1920, 3600, 3600} {
 		f.Forked("a", 1, "", at(now))
 		wants(t, f, 4, now, Want{"a", 1, ""})
-		f.Lost("a", 1, at(now))
+		f.Lost("a", "", 1, at(now))
 		wants(t, f, 4, now)
 		f.Forked("a", 1, "", at(now+pause-1))
 		wants(t, f, 4, now+pause-1)
-		f.trees["a"].again.share, f.trust = share{yes: 1, all: 1}, trust{} // only the habit's pause counts here
+		f.trees[keyOf("a", "")].again.share, f.trust = share{yes: 1, all: 1}, trust{} // only the habit's pause counts here
 		now += pause
 		f.Captured("b", "a", "", at(now)) // another habit of the same tree
-		f.trees["a"].first.share = share{}
+		f.trees[keyOf("a", "")].first.share = share{}
 		if w := f.Wants(4, at(now)); len(w) == 0 || w[0].Checkpoint != "b" && w[len(w)-1].Checkpoint != "b" {
 			t.Errorf("a pause of one habit holds up another: %+v", w)
 		}
 		f.Removed("b")
 	}
 	f.Forked("a", 1, "", at(now))
-	f.Taken("a")
-	f.trees["a"].again.losses = 0
-	f.Lost("a", 1, at(now))
+	f.Taken("a", "")
+	f.trees[keyOf("a", "")].again.losses = 0
+	f.Lost("a", "", 1, at(now))
 	f.Forked("a", 1, "", at(now))
 	wants(t, f, 4, now, Want{"a", 1, ""})
+}
+
+// TestTwoAuthorities: forks of one checkpoint that come with different things are learned apart. What is lost for one does not hold up the other.
+func TestTwoAuthorities(t *testing.T) {
+	t.Parallel()
+	f := New()
+	for i := range 4 {
+		f.Forked("template", 2, "one", at(2*i))
+		f.Forked("template", 1, "two", at(2*i+1))
+	}
+	wants(t, f, 4, 8, Want{"template", 1, "two"}, Want{"template", 2, "one"})
+	f.Lost("template", "two", 1, at(8))
+	wants(t, f, 4, 9, Want{"template", 2, "one"})
+	f.Captured("c", "", "one", at(9))
+	f.Captured("d", "c", "one", at(9))
+	f.Captured("e", "c", "two", at(9)) // of the same parent, in another project: another tree
+	if f.nodes[keyOf("d", "one")].tree != keyOf("c", "one") || f.nodes[keyOf("e", "two")].tree != keyOf("c", "two") {
+		t.Error("trees of two authorities are one")
+	}
+	f.Removed("template")
+	for _, w := range f.Wants(8, at(9)) {
+		if w.Checkpoint == "template" {
+			t.Errorf("%+v of a checkpoint that is gone", w)
+		}
+	}
+}
+
+// TestReplaced: where machines always give way to others before they are taken, the host pauses.
+func TestReplaced(t *testing.T) {
+	t.Parallel()
+	f := New()
+	f.Forked("a", 1, "", at(0))
+	for range hostPatience - 1 {
+		f.Replaced(at(0))
+	}
+	wants(t, f, 1, 0, Want{"a", 1, ""})
+	f.Replaced(at(0))
+	wants(t, f, 1, 0)
+	wants(t, f, 1, 30, Want{"a", 1, ""})
 }
 
 // TestHostPauses: when nothing is taken in many trees, no tree gets machines.
@@ -108,7 +147,7 @@ func TestHostPauses(t *testing.T) {
 		id := core.CheckpointID(fmt.Sprintf("t%d", i))
 		f.Forked(id, 1, "", at(i))
 		wants(t, f, 1, i, Want{id, 1, ""})
-		f.Lost(id, 1, at(i))
+		f.Lost(id, "", 1, at(i))
 	}
 	f.Forked("another", 1, "", at(10))
 	wants(t, f, 4, 10)
@@ -119,7 +158,7 @@ func TestFailed(t *testing.T) {
 	t.Parallel()
 	f := New()
 	f.Forked("a", 1, "", at(0))
-	f.Failed("a")
+	f.Failed("a", "")
 	wants(t, f, 4, 1)
 	f.Forked("a", 1, "", at(2))
 	wants(t, f, 4, 3, Want{"a", 1, ""})
@@ -131,8 +170,9 @@ func TestBounds(t *testing.T) {
 	f := New()
 	f.Forked("x", 1, strings.Repeat("b", maxWith), at(0))
 	wants(t, f, 1, 0, Want{"x", 1, strings.Repeat("b", maxWith)})
-	f.Forked("x", 1, strings.Repeat("b", maxWith+1), at(0))
-	wants(t, f, 1, 0, Want{"x", 1, ""})
+	f.Forked("y", 1, strings.Repeat("b", maxWith+1), at(0))
+	f.Captured("y", "", strings.Repeat("b", maxWith+1), at(0))
+	wants(t, f, 4, 0, Want{"x", 1, strings.Repeat("b", maxWith)})
 	for i := range 3 * maxNodes {
 		f.Captured(core.CheckpointID(fmt.Sprintf("c%d", i)), core.CheckpointID(fmt.Sprintf("p%d", i/3)), "", at(i))
 		f.Forked(core.CheckpointID(fmt.Sprintf("c%d", i)), 1, "", at(i))
@@ -140,12 +180,12 @@ func TestBounds(t *testing.T) {
 			t.Fatalf("%d nodes, %d trees", len(f.nodes), len(f.trees))
 		}
 	}
-	for id, n := range f.nodes {
+	for k, n := range f.nodes {
 		if f.trees[n.tree] == nil {
-			t.Errorf("the tree of %s is forgotten", id)
+			t.Errorf("the tree of %s is forgotten", k.id)
 		}
 	}
-	if f.nodes[core.CheckpointID(fmt.Sprintf("c%d", 3*maxNodes-1))] == nil || f.nodes["c0"] != nil {
+	if f.nodes[keyOf(core.CheckpointID(fmt.Sprintf("c%d", 3*maxNodes-1)), "")] == nil || f.nodes[keyOf("c0", "")] != nil {
 		t.Error("the newest is forgotten, or the oldest is remembered")
 	}
 }
