@@ -36,7 +36,10 @@ type Config struct {
 	Fork     time.Duration // latency of each child; children of a fork start together
 	Capture  time.Duration
 	Template time.Duration
-	Store    blob.Blobs // where it takes sealed checkpoints from that it does not hold; nil: nowhere
+	// Output is how many bytes of each output of a program its guests keep. 0: as many as a real one. Its programs do not wait for their
+	// readers, as those of a real one do: a reader of more than that loses the beginning.
+	Output int
+	Store  blob.Blobs // where it takes sealed checkpoints from that it does not hold; nil: nowhere
 	// Fetch reads what a test has stored in a form of its own; nil: the fake's is read from Store.
 	Fetch func(ctx context.Context, runner core.RunnerID, at runnerapi.Stored) (runnerapi.Checkpoint, error)
 }
@@ -349,6 +352,9 @@ func (r *Runner) template(ctx context.Context, in runnerapi.Template) (runnerapi
 		return cp.Checkpoint, nil
 	}
 	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, in.Image, in.Resources), guest: fakeguest.NewState()}
+	if r.cfg.Output > 0 {
+		cp.guest.OutputBytes = r.cfg.Output
+	}
 	cp.PauseMS = 0
 	r.checkpoints[in.CheckpointID] = cp
 	return cp.Checkpoint, nil

@@ -197,7 +197,7 @@ func (s *State) run(n *Session, words []string) (waits bool) {
 		s.print(&n.Err, "%s\n", strings.Join(args, " "))
 	case "fill":
 		count, _ := strconv.Atoi(strings.Join(args, "")) // as with exit
-		b := make([]byte, min(max(count, 0), maxBody))
+		b := make([]byte, min(max(count, 0), maxFill))
 		for i := range b {
 			b[i] = byte(i)
 		}

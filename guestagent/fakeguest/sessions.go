@@ -18,8 +18,11 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// maxBody bounds what a request, or a program at once, brings.
+// maxBody bounds what a request brings.
 const maxBody = 64 << 20
+
+// maxFill bounds what the program fill writes.
+const maxFill = 128 << 20
 
 // view is the session in the form for a host.
 func (n *Session) view() guestapi.Session {

@@ -112,9 +112,12 @@ func (w *world) close() error {
 	return errors.Join(w.beating.Undo(context.Background()), w.stop())
 }
 
+// output is more than a test of an SDK reads of a program.
+const output = 128 << 20
+
 // startRunner starts the fake runner and waits until the controller knows it.
 func (w *world) startRunner(ctx context.Context) error {
-	w.runner = runnertest.New(runnertest.Config{Secret: w.secret})
+	w.runner = runnertest.New(runnertest.Config{Secret: w.secret, Output: output})
 	if err := w.runner.Listen(); err != nil {
 		return err
 	}
