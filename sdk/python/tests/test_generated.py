@@ -20,9 +20,6 @@ UNREACHED = {
     "terminateWorkspace": "deleteWorkspace is the same",
     "attach": "a WebSocket, whose address attachSession gives",
     "createFilesPass": "files go through the server",
-    "listOperations": "not in this SDK yet: coppice op ls, or the API",
-    "cancelOperation": "not in this SDK yet: coppice op cancel, or the API",
-    "getCheckpointFile": "not in this SDK yet: coppice ckpt cat, or the API",
     "statFile": "getFile with stat has a problem in its answer, and HEAD has none",
 }
 

@@ -230,6 +230,18 @@ def test_events(coppice: Coppice, live: Live) -> None:
     assert "workspace.ready" in seen and len(seen) == len(set(seen))
 
 
+def test_operations(ws: Workspace, coppice: Coppice) -> None:
+    node = ws.checkpoint()
+    found = list(coppice.operations(checkpoint_id=node.id, kinds=["create_checkpoint"]))
+    assert [o.state for o in found] == ["succeeded"] and found[0].kind == "create_checkpoint"
+    assert list(coppice.operations(workspace_id=ws.id, states=["running"])) == []
+    with node.fork() as forks:
+        ended = coppice.cancel_operation(forks.operation_id)  # it has ended, and stays as it is
+        assert ended.state == "succeeded" and forks[0].refresh().state == "ready"
+    with pytest.raises(errors.OperationNotFound):
+        coppice.cancel_operation("op_" + "0" * 26)
+
+
 def test_wrong_keys(live: Live) -> None:
     with Coppice(live.url, "coppice_wrong") as c, pytest.raises(errors.Unauthenticated):
         c.create()

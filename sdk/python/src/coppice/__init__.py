@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from . import errors as errors
     from . import models as models
     from ._async.checkpoint import AsyncCheckpoint as AsyncCheckpoint
+    from ._async.checkpoint import AsyncCheckpointFiles as AsyncCheckpointFiles
     from ._async.checkpoint import AsyncStep as AsyncStep
     from ._async.client import AsyncCoppice as AsyncCoppice
     from ._async.files import AsyncFiles as AsyncFiles
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ._results import Output as Output
     from ._results import Result as Result
     from ._sync.checkpoint import Checkpoint as Checkpoint
+    from ._sync.checkpoint import CheckpointFiles as CheckpointFiles
     from ._sync.checkpoint import Step as Step
     from ._sync.client import Coppice as Coppice
     from ._sync.files import Files as Files
@@ -56,6 +58,7 @@ _PLACES = {
     "APIError": "._errors",
     "AsyncAttached": "._async.session",
     "AsyncCheckpoint": "._async.checkpoint",
+    "AsyncCheckpointFiles": "._async.checkpoint",
     "AsyncCoppice": "._async.client",
     "AsyncFiles": "._async.files",
     "AsyncForks": "._async.workspace",
@@ -66,6 +69,7 @@ _PLACES = {
     "AsyncWorkspace": "._async.workspace",
     "Attached": "._sync.session",
     "Checkpoint": "._sync.checkpoint",
+    "CheckpointFiles": "._sync.checkpoint",
     "CommandFailed": "._errors",
     "Config": "._connection",
     "Copied": "._tar",

@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, List
 
 from .. import _operations as op
 from .. import _policy as policy
@@ -15,7 +15,8 @@ from .. import models
 from .._codes import VersionConflict
 from .._policy import Call
 from .._results import Command, Diff, Result
-from .transport import AsyncTransport
+from .files import absolute
+from .transport import AsyncTransport, read_bounded
 from .workspace import AsyncWorkspace, AsyncForks, children
 
 if TYPE_CHECKING:
@@ -30,6 +31,39 @@ class AsyncStep:
     checkpoint: AsyncCheckpoint
 
 
+class AsyncCheckpointFiles:
+    """Reads files as they were when the machine was captured. No machine runs for it. Paths are absolute, in the guest."""
+
+    def __init__(self, transport: AsyncTransport, checkpoint_id: str) -> None:
+        self._t = transport
+        self._id = checkpoint_id
+
+    async def read(self, path: str, *, limit: int = 256 << 20) -> bytes:
+        """The bytes of a file; a file of more than `limit` bytes is an error."""
+        async with self._t.stream(self._call(path)) as answer:
+            return await read_bounded(answer, limit, f"read {path}")
+
+    async def read_text(self, path: str, *, encoding: str = "utf-8", limit: int = 256 << 20) -> str:
+        return (await self.read(path, limit=limit)).decode(encoding)
+
+    async def stream(self, path: str) -> AsyncIterator[bytes]:
+        """The bytes of a file, as they arrive."""
+        async with self._t.stream(self._call(path)) as answer:
+            async for piece in answer.aiter_raw():
+                yield piece
+
+    async def stat(self, path: str) -> models.FileInfo:
+        """Describes a path. A symbolic link at its end is not followed."""
+        return await self._t.call(self._call(path, stat=True), models.FileInfo)
+
+    async def list(self, path: str) -> List[models.FileInfo]:
+        """The entries of a directory, at most 10,000."""
+        return (await self._t.call(self._call(path, list=True), models.FileList)).entries
+
+    def _call(self, path: str, **flags: bool) -> Call:
+        return Call(op.getCheckpointFile, {"checkpoint_id": self._id}, {"path": absolute(path), **flags})
+
+
 class AsyncCheckpoint:
     """An immutable node of the tree: a machine's memory, devices and disk."""
 
@@ -37,6 +71,7 @@ class AsyncCheckpoint:
         self._t = transport
         self.info = info
         """What was known when it was last asked for; `refresh` asks again."""
+        self.files = AsyncCheckpointFiles(transport, info.id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name or ''} {self.id} {self.info.state}>"

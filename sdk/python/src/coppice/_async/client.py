@@ -160,6 +160,31 @@ class AsyncCoppice:
     async def operation(self, operation_id: str) -> models.Operation:
         return await self._t.call(Call(op.getOperation, {"operation_id": operation_id}), models.Operation)
 
+    async def operations(
+        self,
+        *,
+        states: Sequence[str] = (),
+        kinds: Sequence[str] = (),
+        workspace_id: str | None = None,
+        checkpoint_id: str | None = None,
+        limit: int | None = None,
+    ) -> AsyncIterator[models.Operation]:
+        """Operations, newest first, without their results."""
+        query = {"state": list(states), "kind": list(kinds), "workspace_id": workspace_id, "checkpoint_id": checkpoint_id}
+        async for operation in self._t.pages(Call(op.listOperations, query=query), models.Operation, limit):
+            yield operation
+
+    async def cancel_operation(self, operation_id: str, timeout: float | None = None) -> models.Operation:
+        """Stops an operation that makes workspaces, and waits for its end: it may still have succeeded.
+
+        What it has begun is undone. Other operations raise OperationNotCancelable.
+        """
+        call = Call(op.cancelOperation, {"operation_id": operation_id})
+        operation = await self._t.call(call, models.Operation)
+        if operation.state in ("succeeded", "failed"):
+            return operation
+        return await self.wait_operation(operation_id, timeout)
+
     async def wait_operation(self, operation_id: str, timeout: float | None = None) -> models.Operation:
         """Waits for the end of an operation; its `problem` says whether it failed."""
         seconds = self.config.operation_timeout if timeout is None else timeout

@@ -30,23 +30,29 @@ Content = Union[str, bytes, Readable, Iterable[bytes]]
 
 
 class AsyncFiles:
-    """Reads and writes the files of one workspace. Paths are absolute, in the guest."""
+    """Reads and writes the files of one workspace. Paths are absolute, in the guest.
+
+    `user` is who does the work: a name or a number, and perhaps `:group`; root otherwise. With a user, a path may begin
+    with `~`, and what the user may not do raises FileDenied.
+    """
 
     def __init__(self, transport: AsyncTransport, workspace_id: str) -> None:
         self._t = transport
         self._id = workspace_id
 
-    async def read(self, path: str, *, limit: int = 256 << 20) -> bytes:
+    async def read(self, path: str, *, limit: int = 256 << 20, user: str | None = None) -> bytes:
         """The bytes of a file; a file of more than `limit` bytes is an error."""
-        async with self._t.stream(self._call(op.getFile, path)) as answer:
+        async with self._t.stream(self._call(op.getFile, path, user=user)) as answer:
             return await read_bounded(answer, limit, f"read {path}")
 
-    async def read_text(self, path: str, *, encoding: str = "utf-8", limit: int = 256 << 20) -> str:
-        return (await self.read(path, limit=limit)).decode(encoding)
+    async def read_text(
+        self, path: str, *, encoding: str = "utf-8", limit: int = 256 << 20, user: str | None = None
+    ) -> str:
+        return (await self.read(path, limit=limit, user=user)).decode(encoding)
 
-    async def stream(self, path: str) -> AsyncIterator[bytes]:
+    async def stream(self, path: str, *, user: str | None = None) -> AsyncIterator[bytes]:
         """The bytes of a file, as they arrive."""
-        async with self._t.stream(self._call(op.getFile, path)) as answer:
+        async with self._t.stream(self._call(op.getFile, path, user=user)) as answer:
             async for piece in answer.aiter_raw():
                 yield piece
 
@@ -59,15 +65,20 @@ class AsyncFiles:
         uid: int | None = None,
         gid: int | None = None,
         mkdirs: bool = True,
+        in_place: bool = False,
+        user: str | None = None,
     ) -> models.FileInfo:
-        """Writes a file. A reader sees the old file or the complete new one. A text is written as UTF-8."""
-        call = self._call(op.putFile, path)
+        """Writes a file. A reader sees the old file or the complete new one. A text is written as UTF-8.
+
+        With `in_place`, it is written into the file itself, which keeps its owner and mode; a reader may see a part.
+        """
+        call = self._call(op.putFile, path, user=user, in_place=in_place)
         call.query.update(mode=None if mode is None else f"{mode:04o}", uid=uid, gid=gid, mkdirs=mkdirs)
         return await self._put(call, body_of(data))
 
-    async def stat(self, path: str) -> models.FileInfo:
+    async def stat(self, path: str, *, user: str | None = None) -> models.FileInfo:
         """Describes a path. Symbolic links are followed."""
-        return await self._t.call(self._call(op.getFile, path, stat=True), models.FileInfo)
+        return await self._t.call(self._call(op.getFile, path, stat=True, user=user), models.FileInfo)
 
     async def exists(self, path: str) -> bool:
         from .._codes import FileNotFound
@@ -78,22 +89,18 @@ class AsyncFiles:
             return False
         return True
 
-    async def list(self, path: str) -> List[models.FileInfo]:
+    async def list(self, path: str, *, user: str | None = None) -> List[models.FileInfo]:
         """The entries of a directory, at most 10,000."""
-        return (await self._t.call(self._call(op.getFile, path, list=True), models.FileList)).entries
+        return (await self._t.call(self._call(op.getFile, path, list=True, user=user), models.FileList)).entries
 
-    async def remove(self, path: str, *, recursive: bool = False) -> None:
+    async def remove(self, path: str, *, recursive: bool = False, user: str | None = None) -> None:
         """Removes a file or, with `recursive`, a directory and everything in it."""
-        await self._t.run(self._call(op.deleteFile, path, recursive=recursive))
+        await self._t.run(self._call(op.deleteFile, path, recursive=recursive, user=user))
 
     async def mkdir(
         self, path: str, *, parents: bool = False, mode: int | None = None, user: str | None = None
     ) -> models.MadeDirectory:
-        """Makes a directory. With `parents`, also those above it, and it is no error if it exists.
-
-        Here and below, `user` is who does it: a name or a number, and perhaps `:group`; root otherwise. With a user, a
-        path may begin with `~`.
-        """
+        """Makes a directory. With `parents`, also those above it, and it is no error if it exists."""
         body = models.MakeDirectoryRequest(
             path=absolute(path, user), parents=parents or None, mode=None if mode is None else f"{mode:04o}", user=user
         )
@@ -200,7 +207,7 @@ class AsyncFiles:
         return await self._t.call(call, models.FileInfo)
 
     def _call(self, operation: op.Operation, path: str, **flags: Any) -> Call:
-        query = {"path": absolute(path), **{k: v for k, v in flags.items() if v}}
+        query = {"path": absolute(path, flags.get("user")), **{k: v for k, v in flags.items() if v}}
         return Call(operation, {"workspace_id": self._id}, query)
 
     def _work(self, operation: op.Operation, body: Any) -> Call:

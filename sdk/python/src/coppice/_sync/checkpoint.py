@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, List
 
 from .. import _operations as op
 from .. import _policy as policy
@@ -16,7 +16,8 @@ from .. import models
 from .._codes import VersionConflict
 from .._policy import Call
 from .._results import Command, Diff, Result
-from .transport import Transport
+from .files import absolute
+from .transport import Transport, read_bounded
 from .workspace import Workspace, Forks, children
 
 if TYPE_CHECKING:
@@ -31,6 +32,39 @@ class Step:
     checkpoint: Checkpoint
 
 
+class CheckpointFiles:
+    """Reads files as they were when the machine was captured. No machine runs for it. Paths are absolute, in the guest."""
+
+    def __init__(self, transport: Transport, checkpoint_id: str) -> None:
+        self._t = transport
+        self._id = checkpoint_id
+
+    def read(self, path: str, *, limit: int = 256 << 20) -> bytes:
+        """The bytes of a file; a file of more than `limit` bytes is an error."""
+        with self._t.stream(self._call(path)) as answer:
+            return read_bounded(answer, limit, f"read {path}")
+
+    def read_text(self, path: str, *, encoding: str = "utf-8", limit: int = 256 << 20) -> str:
+        return (self.read(path, limit=limit)).decode(encoding)
+
+    def stream(self, path: str) -> Iterator[bytes]:
+        """The bytes of a file, as they arrive."""
+        with self._t.stream(self._call(path)) as answer:
+            for piece in answer.iter_raw():
+                yield piece
+
+    def stat(self, path: str) -> models.FileInfo:
+        """Describes a path. A symbolic link at its end is not followed."""
+        return self._t.call(self._call(path, stat=True), models.FileInfo)
+
+    def list(self, path: str) -> List[models.FileInfo]:
+        """The entries of a directory, at most 10,000."""
+        return (self._t.call(self._call(path, list=True), models.FileList)).entries
+
+    def _call(self, path: str, **flags: bool) -> Call:
+        return Call(op.getCheckpointFile, {"checkpoint_id": self._id}, {"path": absolute(path), **flags})
+
+
 class Checkpoint:
     """An immutable node of the tree: a machine's memory, devices and disk."""
 
@@ -38,6 +72,7 @@ class Checkpoint:
         self._t = transport
         self.info = info
         """What was known when it was last asked for; `refresh` asks again."""
+        self.files = CheckpointFiles(transport, info.id)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name or ''} {self.id} {self.info.state}>"

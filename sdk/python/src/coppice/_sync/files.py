@@ -31,23 +31,29 @@ Content = Union[str, bytes, Readable, Iterable[bytes]]
 
 
 class Files:
-    """Reads and writes the files of one workspace. Paths are absolute, in the guest."""
+    """Reads and writes the files of one workspace. Paths are absolute, in the guest.
+
+    `user` is who does the work: a name or a number, and perhaps `:group`; root otherwise. With a user, a path may begin
+    with `~`, and what the user may not do raises FileDenied.
+    """
 
     def __init__(self, transport: Transport, workspace_id: str) -> None:
         self._t = transport
         self._id = workspace_id
 
-    def read(self, path: str, *, limit: int = 256 << 20) -> bytes:
+    def read(self, path: str, *, limit: int = 256 << 20, user: str | None = None) -> bytes:
         """The bytes of a file; a file of more than `limit` bytes is an error."""
-        with self._t.stream(self._call(op.getFile, path)) as answer:
+        with self._t.stream(self._call(op.getFile, path, user=user)) as answer:
             return read_bounded(answer, limit, f"read {path}")
 
-    def read_text(self, path: str, *, encoding: str = "utf-8", limit: int = 256 << 20) -> str:
-        return (self.read(path, limit=limit)).decode(encoding)
+    def read_text(
+        self, path: str, *, encoding: str = "utf-8", limit: int = 256 << 20, user: str | None = None
+    ) -> str:
+        return (self.read(path, limit=limit, user=user)).decode(encoding)
 
-    def stream(self, path: str) -> Iterator[bytes]:
+    def stream(self, path: str, *, user: str | None = None) -> Iterator[bytes]:
         """The bytes of a file, as they arrive."""
-        with self._t.stream(self._call(op.getFile, path)) as answer:
+        with self._t.stream(self._call(op.getFile, path, user=user)) as answer:
             for piece in answer.iter_raw():
                 yield piece
 
@@ -60,15 +66,20 @@ class Files:
         uid: int | None = None,
         gid: int | None = None,
         mkdirs: bool = True,
+        in_place: bool = False,
+        user: str | None = None,
     ) -> models.FileInfo:
-        """Writes a file. A reader sees the old file or the complete new one. A text is written as UTF-8."""
-        call = self._call(op.putFile, path)
+        """Writes a file. A reader sees the old file or the complete new one. A text is written as UTF-8.
+
+        With `in_place`, it is written into the file itself, which keeps its owner and mode; a reader may see a part.
+        """
+        call = self._call(op.putFile, path, user=user, in_place=in_place)
         call.query.update(mode=None if mode is None else f"{mode:04o}", uid=uid, gid=gid, mkdirs=mkdirs)
         return self._put(call, body_of(data))
 
-    def stat(self, path: str) -> models.FileInfo:
+    def stat(self, path: str, *, user: str | None = None) -> models.FileInfo:
         """Describes a path. Symbolic links are followed."""
-        return self._t.call(self._call(op.getFile, path, stat=True), models.FileInfo)
+        return self._t.call(self._call(op.getFile, path, stat=True, user=user), models.FileInfo)
 
     def exists(self, path: str) -> bool:
         from .._codes import FileNotFound
@@ -79,22 +90,18 @@ class Files:
             return False
         return True
 
-    def list(self, path: str) -> List[models.FileInfo]:
+    def list(self, path: str, *, user: str | None = None) -> List[models.FileInfo]:
         """The entries of a directory, at most 10,000."""
-        return (self._t.call(self._call(op.getFile, path, list=True), models.FileList)).entries
+        return (self._t.call(self._call(op.getFile, path, list=True, user=user), models.FileList)).entries
 
-    def remove(self, path: str, *, recursive: bool = False) -> None:
+    def remove(self, path: str, *, recursive: bool = False, user: str | None = None) -> None:
         """Removes a file or, with `recursive`, a directory and everything in it."""
-        self._t.run(self._call(op.deleteFile, path, recursive=recursive))
+        self._t.run(self._call(op.deleteFile, path, recursive=recursive, user=user))
 
     def mkdir(
         self, path: str, *, parents: bool = False, mode: int | None = None, user: str | None = None
     ) -> models.MadeDirectory:
-        """Makes a directory. With `parents`, also those above it, and it is no error if it exists.
-
-        Here and below, `user` is who does it: a name or a number, and perhaps `:group`; root otherwise. With a user, a
-        path may begin with `~`.
-        """
+        """Makes a directory. With `parents`, also those above it, and it is no error if it exists."""
         body = models.MakeDirectoryRequest(
             path=absolute(path, user), parents=parents or None, mode=None if mode is None else f"{mode:04o}", user=user
         )
@@ -201,7 +208,7 @@ class Files:
         return self._t.call(call, models.FileInfo)
 
     def _call(self, operation: op.Operation, path: str, **flags: Any) -> Call:
-        query = {"path": absolute(path), **{k: v for k, v in flags.items() if v}}
+        query = {"path": absolute(path, flags.get("user")), **{k: v for k, v in flags.items() if v}}
         return Call(operation, {"workspace_id": self._id}, query)
 
     def _work(self, operation: op.Operation, body: Any) -> Call:

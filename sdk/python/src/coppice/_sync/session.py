@@ -157,7 +157,7 @@ class Session:
                         return
                     elif message.type == "truncated":
                         raise OutputLost(
-                            f"session {self.id}: bytes {message.from_} to {message.to} of {message.stream} are no longer kept"
+                            f"session {self.id}: bytes {message.from_ or 0} to {message.to} of {message.stream} are no longer kept"
                         )
             except ConnectionFailedError:
                 pass
