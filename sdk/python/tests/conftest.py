@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -59,3 +60,25 @@ def live() -> Iterator[Live]:
 def coppice(live: Live) -> Iterator[Coppice]:
     with Coppice(live.url, live.token) as c:
         yield c
+
+
+@dataclass
+class VMs:
+    """A server with virtual machines: a `coppice dev` that sdk/python/test starts once for all tests."""
+
+    url: str
+    token: str
+
+
+@pytest.fixture(scope="session")
+def vms() -> VMs:
+    url, token = os.environ.get("VMS_SERVER"), os.environ.get("VMS_TOKEN")
+    if not url or not token:
+        pytest.skip("VMS_SERVER and VMS_TOKEN are not set: run sdk/python/test, which starts a server")
+    return VMs(url, token)
+
+
+@pytest.fixture
+def examples() -> Path:
+    """The directory of the examples."""
+    return Path(os.environ.get("COPPICE_EXAMPLES", Path(__file__).parents[3] / "examples/python"))
