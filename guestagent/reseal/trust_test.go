@@ -6,8 +6,10 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/asn1"
+	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 )
 
@@ -83,4 +85,59 @@ func other(t *testing.T, cert *x509.Certificate) string {
 		t.Fatal(err)
 	}
 	return link
+}
+
+// TestTrustFiles: every change that could end the trust in a CA is seen.
+func TestTrustFiles(t *testing.T) {
+	t.Parallel()
+	write := func(path, text string) {
+		t.Helper()
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	remove := func(path string) {
+		t.Helper()
+		if err := os.RemoveAll(path); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, change := range map[string]func(root string){
+		"nothing":                  func(string) {},
+		"the bundle is written":    func(root string) { write(root+"/bundle", "another") },
+		"the bundle is replaced":   func(root string) { write(root+"/new", "bundle"); _ = os.Rename(root+"/new", root+"/bundle") },
+		"the bundle is removed":    func(root string) { remove(root + "/bundle") },
+		"the bundle leads astray":  func(root string) { remove(root + "/link"); _ = os.Symlink("certs", root+"/link") },
+		"another bundle appears":   func(root string) { write(root+"/later", "") },
+		"the CA is written":        func(root string) { write(root+"/certs/"+trustName, "another") },
+		"the hash is removed":      func(root string) { remove(root + "/certs/1.0") },
+		"the hash leads elsewhere": func(root string) { remove(root + "/certs/1.0"); _ = os.Symlink("x", root+"/certs/1.0") },
+		"the directory is removed": func(root string) { remove(root + "/certs") },
+	} {
+		root := t.TempDir()
+		if err := os.Mkdir(root+"/certs", 0o755); err != nil {
+			t.Fatal(err)
+		}
+		write(root+"/bundle", "bundle")
+		write(root+"/certs/"+trustName, "CA")
+		if err := errors.Join(os.Symlink("bundle", root+"/link"), os.Symlink(trustName, root+"/certs/1.0")); err != nil {
+			t.Fatal(err)
+		}
+		state := func() []fileState {
+			return trustFiles([]string{root + "/bundle", root + "/link", root + "/later"}, root+"/certs", "1.0")
+		}
+		before := state()
+		change(root)
+		if equal := slices.Equal(before, state()); equal != (name == "nothing") {
+			t.Errorf("%s: seen as unchanged: %t", name, equal)
+		}
+	}
+	root := t.TempDir()
+	before := trustFiles(nil, root+"/certs", "")
+	if err := os.Mkdir(root+"/certs", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if slices.Equal(before, trustFiles(nil, root+"/certs", "")) {
+		t.Error("a directory that appears is not seen")
+	}
 }
