@@ -103,8 +103,8 @@ release-check: $(CYCLONEDX) ## make it twice, in two directories, the second wit
 compose-up: ## run everything in containers: needs a docker engine with Compose 2.15 or later
 	@scripts/compose-up
 
-compose-down: ## stop that; the volumes stay
-	docker compose -f deploy/docker-compose.yml down
+compose-down: ## stop that; the volumes stay, but for VOLUMES=1
+	@scripts/compose-down $(if $(filter 1,$(VOLUMES)),--volumes)
 
 test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 120m ./internal/test/e2e -long

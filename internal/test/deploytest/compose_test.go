@@ -2,12 +2,14 @@ package deploytest
 
 import (
 	"context"
+	"errors"
 	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -50,10 +52,10 @@ func TestComposeWantsSecrets(t *testing.T) {
 func TestComposeServices(t *testing.T) {
 	t.Parallel()
 	p := project(t)
-	if got, want := p.ServiceNames(), []string{"bucket", "controller", "image", "join", "postgres", "runner", "s3"}; !slices.Equal(got, want) {
+	if got, want := p.ServiceNames(), []string{"bucket", "controller", "image", "join", "master-key", "postgres", "runner", "s3"}; !slices.Equal(got, want) {
 		t.Errorf("services %v, want %v", got, want)
 	}
-	once := []string{"bucket", "image", "join"}
+	once := []string{"bucket", "image", "join", "master-key"}
 	for name, s := range p.Services {
 		if s.Privileged || s.Pid == "host" || s.NetworkMode == "host" {
 			t.Errorf("%s is privileged, or has the host's processes or network", name)
@@ -96,6 +98,40 @@ func TestComposeServices(t *testing.T) {
 	}
 }
 
+// TestComposeBuilds: an image that several services built would be left without a name by all but the last.
+func TestComposeBuilds(t *testing.T) {
+	t.Parallel()
+	builds := map[string][]string{}
+	for name, s := range project(t).Services {
+		if s.Build != nil {
+			builds[s.Image] = append(builds[s.Image], name)
+		}
+	}
+	if want := map[string][]string{"coppice-controller:dev": {"controller"}, "coppice-runner:dev": {"runner"}}; !maps.EqualFunc(builds, want, slices.Equal) {
+		t.Errorf("images are built by %v, want %v", builds, want)
+	}
+}
+
+// TestComposeForwards: the ports that the runner gives to tenants are those that the engine publishes, at the address that the runner names.
+func TestComposeForwards(t *testing.T) {
+	t.Parallel()
+	r := project(t).Services["runner"]
+	first, last, _ := strings.Cut(*r.Environment["COPPICE_FORWARD_PORTS"], "-")
+	low, err1 := strconv.Atoi(first)
+	high, err2 := strconv.Atoi(last)
+	if err := errors.Join(err1, err2); err != nil || len(r.Ports) != high-low+1 {
+		t.Fatalf("the runner gives ports %s-%s, and %d are published: %v", first, last, len(r.Ports), err)
+	}
+	for i, port := range r.Ports {
+		if want := strconv.Itoa(low + i); port.HostIP != *r.Environment["COPPICE_FORWARD_ADDRESS"] || port.Published != want || strconv.Itoa(int(port.Target)) != want {
+			t.Errorf("%s:%s is published for %d", port.HostIP, port.Published, port.Target)
+		}
+	}
+	if *r.Environment["COPPICE_FORWARD_BIND"] != "0.0.0.0" {
+		t.Error("the engine cannot reach what the runner forwards")
+	}
+}
+
 // TestComposeRunner holds the list of what a runner in a container gets.
 func TestComposeRunner(t *testing.T) {
 	t.Parallel()
@@ -108,6 +144,9 @@ func TestComposeRunner(t *testing.T) {
 	}
 	if want := []string{"apparmor=unconfined", "systempaths=unconfined", "no-new-privileges:true"}; !slices.Equal(r.SecurityOpt, want) {
 		t.Errorf("security options %v, want %v", r.SecurityOpt, want)
+	}
+	if r.Ulimits["nofile"] != nil {
+		t.Error("the runner wants a number of open files, which an engine with fewer refuses")
 	}
 	if !slices.Contains(r.Command, "--stop-vms") {
 		t.Errorf("%v leaves VMs in a container that ends with them", r.Command)
@@ -180,11 +219,11 @@ func TestEnvExample(t *testing.T) {
 	}
 }
 
-// TestComposeEnv makes the settings as `make compose-up` does, in a copy: whole, secret, and never twice.
-func TestComposeEnv(t *testing.T) {
-	t.Parallel()
+// copied makes a directory with some files of the tree.
+func copied(t *testing.T, names ...string) string {
+	t.Helper()
 	dir := t.TempDir()
-	for _, name := range []string{"scripts/compose-env", "deploy/.env.example"} {
+	for _, name := range names {
 		if err := os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o700); err != nil {
 			t.Fatal(err)
 		}
@@ -192,6 +231,51 @@ func TestComposeEnv(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	return dir
+}
+
+// fakeDocker answers what compose-up asks before it does anything. The engine itself is in scripts/test-compose.
+const fakeDocker = `#!/bin/sh
+case "$1 $2" in
+"compose version") echo "$FAKE_COMPOSE"; [ -n "$FAKE_COMPOSE" ] ;;
+"info ") [ -n "$FAKE_ENGINE" ] ;;
+"volume ls") echo "$FAKE_VOLUME" ;;
+*) echo "docker $*"; exit 9 ;;
+esac
+`
+
+// TestComposeUpRefuses: what compose-up lacks is said before it makes secrets or builds anything. New secrets are not made beside an old database.
+func TestComposeUpRefuses(t *testing.T) {
+	t.Parallel()
+	for want, env := range map[string][]string{
+		"docker has no Compose plugin; install Compose 2.15 or later":                 {"FAKE_COMPOSE="},
+		"Compose 2.14.2 is too old":                                                   {"FAKE_COMPOSE=v2.14.2"},
+		"the docker engine does not answer":                                           {"FAKE_COMPOSE=2.15.0"},
+		"the volume coppice_postgres has a database with the password that was in it": {"FAKE_COMPOSE=2.40.3", "FAKE_ENGINE=1", "FAKE_VOLUME=coppice_postgres"},
+	} {
+		t.Run(want, func(t *testing.T) {
+			t.Parallel()
+			dir := copied(t, "scripts/compose-env", "scripts/compose-up", "deploy/.env.example")
+			if err := os.WriteFile(filepath.Join(dir, "docker"), []byte(fakeDocker), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			cmd := exec.CommandContext(t.Context(), "bash", filepath.Join(dir, "scripts/compose-up"))
+			cmd.Env = append(append(os.Environ(), "PATH="+dir+":"+os.Getenv("PATH")), env...)
+			out, err := cmd.CombinedOutput()
+			if err == nil || !strings.Contains(string(out), want) {
+				t.Errorf("%v, want %q in\n%s", err, want, out)
+			}
+			if _, err := os.Stat(filepath.Join(dir, "deploy/.env")); err == nil {
+				t.Error("it made deploy/.env")
+			}
+		})
+	}
+}
+
+// TestComposeEnv makes the settings as `make compose-up` does, in a copy: whole, secret, and never twice.
+func TestComposeEnv(t *testing.T) {
+	t.Parallel()
+	dir := copied(t, "scripts/compose-env", "deploy/.env.example")
 	made := make([]string, 2)
 	for i := range made {
 		if out, err := exec.CommandContext(t.Context(), "bash", filepath.Join(dir, "scripts/compose-env")).CombinedOutput(); err != nil {

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -442,4 +443,39 @@ func TestChartStartsCoppice(t *testing.T) {
 		}
 		checked["runner"].refused(t, map[string]string{"COPPICE_DATA_DIR": t.TempDir(), "COPPICE_IMAGES_DIR": t.TempDir(), "COPPICE_ACCEL": "tcg", "COPPICE_VMM": "qemu"}, needsToken())
 	})
+}
+
+// TestHelmSecrets: docs/OPERATIONS.md makes every secret that its values name, with the keys that the chart mounts.
+func TestHelmSecrets(t *testing.T) {
+	t.Parallel()
+	_, text, _ := strings.Cut(readFile(t, root+"/docs/OPERATIONS.md"), "\n## Kubernetes\n")
+	text, _, _ = strings.Cut(text, "\n## ")
+	_, values, ok := strings.Cut(text, "```yaml\n")
+	values, _, _ = strings.Cut(values, "```")
+	if !ok || values == "" {
+		t.Fatal("OPERATIONS has no values, as this test knows them")
+	}
+	made := map[string]string{}
+	for _, m := range regexp.MustCompile(`(?m)^kubectl -n coppice create secret generic (\S+) (.*)$`).FindAllStringSubmatch(text, -1) {
+		made[m[1]] = m[2]
+	}
+	named := regexp.MustCompile(`existingSecret: ([a-z-]+)`).FindAllStringSubmatch(values, -1)
+	if len(named) < 8 {
+		t.Fatalf("the values name %d secrets", len(named))
+	}
+	keys := map[string][]string{
+		"coppice-database": {"database"}, "coppice-cluster-key": {"cluster.key"}, "coppice-admin-key": {"api.key"}, "coppice-join-key": {"join.key"},
+		"coppice-master-key": {"master.key"}, "coppice-store": {"access-key", "secret-key"}, "coppice-vault": {"role-id", "secret-id"},
+		"coppice-api-tls": {"tls.crt", "tls.key", "ca.crt"},
+	}
+	for _, m := range named {
+		if keys[m[1]] == nil {
+			t.Errorf("this test knows no keys of the secret %s", m[1])
+		}
+		for _, key := range keys[m[1]] {
+			if !regexp.MustCompile(`--from-(literal|file)=` + regexp.QuoteMeta(key) + `\b`).MatchString(made[m[1]]) {
+				t.Errorf("no command makes the key %s of the secret %s, which the values name", key, m[1])
+			}
+		}
+	}
 }
