@@ -15,8 +15,41 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// envFile has the image's default environment, one KEY=VALUE per line. Images made from a container have its ENV there.
-const envFile = "/etc/coppice/env"
+// What the image says about sessions that say nothing: the environment, one KEY=VALUE per line; the user; the directory. An image of a registry
+// has its ENV, USER and WORKDIR there.
+const (
+	envFile  = "/etc/coppice/env"
+	userFile = "/etc/coppice/user"
+	dirFile  = "/etc/coppice/workdir"
+)
+
+// withDefaults fills in the image's user and directory. A directory that does not exist counts as none.
+func withDefaults(spec guestapi.SessionSpec) guestapi.SessionSpec {
+	if spec.User == "" {
+		spec.User = readLine(userFile)
+	}
+	if !filepath.IsAbs(spec.Cwd) && !strings.HasPrefix(spec.Cwd, "~") {
+		if dir := readLine(dirFile); filepath.IsAbs(dir) {
+			if fi, err := os.Stat(dir); err == nil && fi.IsDir() {
+				spec.Cwd = filepath.Join(dir, spec.Cwd)
+			}
+		}
+	}
+	return spec
+}
+
+// readLine is the first line of a file, or empty.
+func readLine(path string) string {
+	f, err := os.Open(path)
+	if err != nil {
+		return ""
+	}
+	defer func() { _ = f.Close() }()
+	for line := range account.Lines(f) {
+		return line
+	}
+	return ""
+}
 
 // command prepares a process. It is called inside the workload, where it looks up every path.
 func command(spec guestapi.SessionSpec, sandbox map[string]string) (*exec.Cmd, error) {
