@@ -34,6 +34,8 @@ type Image struct {
 	SizeBytes int64
 	Files     map[string]File
 	Recipe    Recipe
+	// Config is what an image of a registry says about its programs; nil for other images.
+	Config *Config
 }
 
 // loadImage reads the image in dir, whose name is the digest. It checks image.json against the digest and the files'
@@ -63,7 +65,7 @@ func loadImage(dir string, digest core.Digest) (Image, error) {
 		Kernel: filepath.Join(dir, KernelFile), Initrd: filepath.Join(dir, InitrdFile),
 		RootFS: filepath.Join(dir, RootFSFile), Overlay: filepath.Join(dir, OverlayFile),
 		Architecture: m.Architecture, RootFSType: m.RootFSType, KernelRelease: m.KernelRelease,
-		CommandLine: m.CommandLine, CreatedAt: info.ModTime(), Files: m.Files, Recipe: m.Recipe,
+		CommandLine: m.CommandLine, CreatedAt: info.ModTime(), Files: m.Files, Recipe: m.Recipe, Config: m.Config,
 	}
 	for _, name := range imageFiles() {
 		if err := checkSize(filepath.Join(dir, name), m.Files[name].SizeBytes); err != nil {

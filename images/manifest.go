@@ -28,6 +28,8 @@ const RecipeVersion = 1
 const (
 	SourceDebian = "debian"
 	SourceTar    = "tar"
+	// SourceRegistry is an image of a registry, in the format of OCI or Docker.
+	SourceRegistry = "registry"
 )
 
 // File is one file of an image.
@@ -39,22 +41,38 @@ type File struct {
 // Recipe says what an image was made from. It is part of the digest.
 type Recipe struct {
 	Version int `json:"version"`
-	// Source is SourceDebian or SourceTar.
+	// Source is SourceDebian, SourceTar or SourceRegistry.
 	Source string `json:"source"`
-	// Suite is the Debian release of the root file system; empty for SourceTar.
+	// Suite is the Debian release of the root file system; empty unless the source is SourceDebian.
 	Suite string `json:"suite,omitempty"`
 	// Requested are the packages asked for on top of the essential ones; Packages are all that were installed, as
-	// name=version, sorted. Both are empty for SourceTar.
+	// name=version, sorted. Both are empty unless the source is SourceDebian.
 	Requested []string `json:"requested,omitempty"`
 	Packages  []string `json:"packages,omitempty"`
-	// TarDigest is the digest of the archive as it was given; empty for SourceDebian.
+	// TarDigest is the digest of the archive as it was given; empty unless the source is SourceTar.
 	TarDigest core.Digest `json:"tar_digest,omitempty"`
+	// ManifestDigest is the digest of the image's manifest in the registry, and Layers are the digests of its layers as the
+	// registry has them, the lowest first. Both are empty unless the source is SourceRegistry. The reference is not here: a
+	// tag moves, and the same image has the same digest under every name.
+	ManifestDigest core.Digest   `json:"manifest_digest,omitempty"`
+	Layers         []core.Digest `json:"layers,omitempty"`
 	// KernelPackage is the Debian package of the kernel and its modules, as name=version.
 	KernelPackage string `json:"kernel_package"`
 	// AgentDigest is the digest of the guest agent in the initrd.
 	AgentDigest core.Digest `json:"agent_digest"`
 	// Modules are the kernel modules in the initrd, in insmod order.
 	Modules []string `json:"modules"`
+}
+
+// Config is what an image of a registry says about its programs. Env, WorkingDir and User are the defaults of sessions. The
+// others are recorded, and nothing uses them yet.
+type Config struct {
+	Env          []string `json:"env,omitempty"` // KEY=VALUE
+	WorkingDir   string   `json:"working_dir,omitempty"`
+	User         string   `json:"user,omitempty"` // name or uid, optionally :group
+	Entrypoint   []string `json:"entrypoint,omitempty"`
+	Cmd          []string `json:"cmd,omitempty"`
+	ExposedPorts []string `json:"exposed_ports,omitempty"` // 80/tcp, sorted
 }
 
 // Manifest is image.json.
@@ -66,6 +84,8 @@ type Manifest struct {
 	RootFSType    string          `json:"rootfs_type"`
 	Files         map[string]File `json:"files"`
 	Recipe        Recipe          `json:"recipe"`
+	// Config is nil unless the source is SourceRegistry.
+	Config *Config `json:"config,omitempty"`
 }
 
 // encode returns the canonical bytes, whose digest names the image. Struct fields keep their order and map keys are

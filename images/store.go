@@ -25,6 +25,7 @@ const DefaultName = "base"
 const (
 	namesDir     = "names"
 	cacheDir     = "cache"
+	layersDir    = "layers"
 	lockFile     = "lock"
 	imagePrefix  = "sha256-"
 	tempPrefix   = "tmp-"
@@ -219,7 +220,7 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	if err := s.discard(ctx, s.imageDir(digest)); err != nil {
 		return fmt.Errorf("remove image %s: %w", digest.Short(), err)
 	}
-	return errors.Join(s.pruneCache(ctx), s.cleanTemp())
+	return errors.Join(s.pruneCache(ctx), s.pruneLayers(0), s.cleanTemp())
 }
 
 // Verify compares every byte of an image with image.json, and image.json with the digest. Its error IMAGE_CORRUPT names
@@ -302,24 +303,9 @@ const lockPoll = 100 * time.Millisecond
 
 // lock takes the store's exclusive lock; the kernel gives it back when the process dies.
 func (s *Store) lock(ctx context.Context) (unlock func(), err error) {
-	f, err := os.OpenFile(filepath.Join(s.dir, lockFile), os.O_CREATE|os.O_RDWR, 0o644) //nolint:gosec // G302: holds nothing
+	f, err := lockFileAt(ctx, filepath.Join(s.dir, lockFile), unix.LOCK_EX)
 	if err != nil {
-		return nil, fmt.Errorf("lock image store: %w", err)
+		return nil, fmt.Errorf("lock image store, or wait for another image build: %w", err)
 	}
-	for {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { _ = f.Close() }, nil // closing the only descriptor gives the lock back
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			return nil, errors.Join(fmt.Errorf("lock image store: %w", err), f.Close())
-		}
-		timer := time.NewTimer(lockPoll)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
-			return nil, errors.Join(fmt.Errorf("wait for another image build: %w", context.Cause(ctx)), f.Close())
-		case <-timer.C:
-		}
-	}
+	return func() { _ = f.Close() }, nil // closing the only descriptor gives the lock back
 }

@@ -33,7 +33,7 @@ func openStore(t *testing.T) *Store {
 }
 
 // publishFake publishes an image of four small files, by the same steps as a build.
-func publishFake(ctx context.Context, s *Store, name, content string) (_ Image, err error) {
+func publishFake(ctx context.Context, s *Store, name, content string, layers ...core.Digest) (_ Image, err error) {
 	staging, err := s.Stage(ctx)
 	if err != nil {
 		return Image{}, err
@@ -45,7 +45,7 @@ func publishFake(ctx context.Context, s *Store, name, content string) (_ Image, 
 	}
 	m := Manifest{
 		Architecture: "amd64", KernelRelease: "6.1.0-test", CommandLine: "quiet", RootFSType: "erofs",
-		Files: map[string]File{}, Recipe: Recipe{Version: RecipeVersion, Source: SourceDebian, KernelPackage: "k=1"},
+		Files: map[string]File{}, Recipe: Recipe{Version: RecipeVersion, Source: SourceDebian, KernelPackage: "k=1", Layers: layers},
 	}
 	for _, file := range imageFiles() {
 		text := []byte(file + " of " + content)
@@ -62,9 +62,9 @@ func publishFake(ctx context.Context, s *Store, name, content string) (_ Image, 
 	return img, staging.Name(name, img.Digest)
 }
 
-func mustPublish(t *testing.T, s *Store, name, content string) Image {
+func mustPublish(t *testing.T, s *Store, name, content string, layers ...core.Digest) Image {
 	t.Helper()
-	img, err := publishFake(t.Context(), s, name, content)
+	img, err := publishFake(t.Context(), s, name, content, layers...)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -20,7 +20,7 @@ func TestHelp(t *testing.T) {
 		"ws", "ws create", "ws ls", "ws show", "ws rm", "ws exec", "ws shell", "ws cp", "ws rename", "ws label", "ws network", "ws forward", "ws logs", "ws suspend", "ws resume", "ws usage",
 		"ckpt", "ckpt create", "ckpt ls", "ckpt show", "ckpt tree", "ckpt diff", "ckpt annotate", "ckpt rename", "ckpt label", "ckpt cat", "ckpt rm", "ckpt pin", "ckpt unpin", "ckpt prune", "ckpt retain", "ckpt usage", "ckpt export", "ckpt import",
 		"fork", "restore", "context", "context ls", "context use", "context add", "context rm", "session", "session ls", "session kill", "op", "op ls", "op show", "op cancel", "events", "mcp",
-		"project", "project create", "project ls", "project show", "project quota", "project rm", "key", "key create", "key ls", "key show", "key revoke", "image", "image build", "image ls", "image rm", "version",
+		"project", "project create", "project ls", "project show", "project quota", "project rm", "key", "key create", "key ls", "key show", "key revoke", "image", "image build", "image ls", "image pull", "image rm", "version",
 	} {
 		a, stdout, _ := clitest.App(nil)
 		if status := run(t.Context(), a, append(strings.Fields(line), "--help")); status != 0 {
@@ -153,6 +153,7 @@ func TestClientCommands(t *testing.T) {
 		{"ws rm demo second", 0, "demo (00000001) is terminated\nsecond (00000002) is terminated\n", ""},
 		{"ws rm", exit.Usage, "", "name a workspace"},
 		{"image ls --images-dir " + t.TempDir(), 0, "No images. Build one: coppice image build", ""},
+		{"image pull --agent /nowhere/agent python:3.12-slim", exit.BadInput, "", "build it with \"make build\""},
 		{"image build --agent /nowhere/agent", exit.BadInput, "", "build it with \"make build\""},
 	} {
 		status, stdout, stderr := run(strings.Fields(x.line)...)

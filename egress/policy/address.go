@@ -64,27 +64,35 @@ var (
 
 // Check returns nil if an address may be dialled, and otherwise an error that gives the reason.
 func (r Reach) Check(a netip.Addr) error {
+	if why := r.Refusal(a); why != "" {
+		return refuse(a, why)
+	}
+	return nil
+}
+
+// Refusal says why an address may not be dialled. It is empty if it may.
+func (r Reach) Refusal(a netip.Addr) string {
 	if !a.IsValid() || a.Zone() != "" {
-		return refuse(a, "not the address of a host")
+		return "not the address of a host"
 	}
 	if a.Is4In6() { // a socket would dial the IPv4 address
-		return refuse(a, "IPv4 written as IPv6")
+		return "IPv4 written as IPv6"
 	}
 	for _, own := range r.Own {
 		if own.Contains(a) {
-			return refuse(a, "an address of this installation")
+			return "an address of this installation"
 		}
 	}
 	if a.Is6() && !public6.Contains(a) && !private6.Contains(a) {
-		return refuse(a, "not a public IPv6 address")
+		return "not a public IPv6 address"
 	}
 	private := slices.ContainsFunc(r.Private, func(p netip.Prefix) bool { return p.Contains(a) })
 	for _, d := range denied {
 		if d.net.Contains(a) && (d.hard || !private) {
-			return refuse(a, d.why)
+			return d.why
 		}
 	}
-	return nil
+	return ""
 }
 
 func refuse(a netip.Addr, why string) error {

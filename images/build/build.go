@@ -44,7 +44,10 @@ type Options struct {
 	// FromTar is a root file system as `docker export` writes it: a path, or "-" for Stdin.
 	FromTar string
 	Stdin   io.Reader
-	// Env is the default environment of sessions in the guest; `docker export` loses the image's own.
+	// Pulled is an image of a registry. Not with FromTar, Packages and Authorities.
+	Pulled *Pulled
+	// Env is the default environment of sessions in the guest; `docker export` loses the image's own. That of a pulled image
+	// is there without it, and these variables come on top.
 	Env map[string]string
 	// Rebuild ignores the cache and makes every part again.
 	Rebuild bool
@@ -53,6 +56,15 @@ type Options struct {
 	// Log receives the output of the programs that a build runs. May be nil; the error of a failed build has the last
 	// lines anyway.
 	Log io.Writer
+}
+
+// Pulled is an image of a registry whose layers are in the store.
+type Pulled struct {
+	Manifest core.Digest
+	Layers   []images.Layer // the lowest first
+	Config   images.Config
+	// Store has the layers. The caller keeps it open during the build.
+	Store *images.Layers
 }
 
 // Event is one step of a build's progress.
@@ -74,15 +86,8 @@ func Image(ctx context.Context, store *images.Store, o Options) (images.Image, e
 	if err != nil {
 		return images.Image{}, err
 	}
-	if os.Geteuid() != 0 {
-		return images.Image{}, core.Errorf(core.PermissionDenied, CodeRootRequired,
-			"building an image needs root, to keep the owners and set-user-id bits of its files; cure: run the same command with sudo")
-	}
-	source := images.SourceDebian
-	if o.FromTar != "" {
-		source = images.SourceTar
-	}
-	if err := checkPrograms(source); err != nil {
+	source := o.source()
+	if err := checkHost(source); err != nil {
 		return images.Image{}, err
 	}
 	staging, err := store.Stage(ctx)
@@ -99,6 +104,32 @@ func Image(ctx context.Context, store *images.Store, o Options) (images.Image, e
 	}
 	img.Name = o.Name
 	return img, nil
+}
+
+// CheckHost checks the options and the host before an image is pulled, as far as that is possible then.
+func (o Options) CheckHost() error {
+	if _, err := o.validate(); err != nil {
+		return err
+	}
+	return checkHost(images.SourceRegistry)
+}
+
+func checkHost(source string) error {
+	if os.Geteuid() != 0 {
+		return core.Errorf(core.PermissionDenied, CodeRootRequired,
+			"building an image needs root, to keep the owners and set-user-id bits of its files; cure: run the same command with sudo")
+	}
+	return checkPrograms(source)
+}
+
+func (o Options) source() string {
+	switch {
+	case o.Pulled != nil:
+		return images.SourceRegistry
+	case o.FromTar != "":
+		return images.SourceTar
+	}
+	return images.SourceDebian
 }
 
 var packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+$`)
@@ -120,6 +151,9 @@ func (o Options) validate() (Options, error) {
 	}
 	if o.FromTar != "" && o.Authorities != "" {
 		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "certificate authorities cannot be added to an image from a tar; add them in the Dockerfile")
+	}
+	if o.Pulled != nil && (o.FromTar != "" || len(o.Packages) > 0 || o.Authorities != "") {
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "packages, certificate authorities and an archive cannot be added to a pulled image; add them in its Dockerfile")
 	}
 	if _, err := checkAuthorities(o.Authorities); err != nil {
 		return o, err
@@ -179,13 +213,16 @@ func (b *builder) build(ctx context.Context) (images.Image, error) {
 	if err != nil {
 		return images.Image{}, err
 	}
-	key, err := images.CacheKey(images.KindBuild, []any{input, resolved.Kernel, guestModules, agent, b.apt.arch, commandLine(b.apt.arch), OverlayArgs(), overlayMountOptions})
+	inputs := []any{input, resolved.Kernel, guestModules, agent, b.apt.arch, commandLine(b.apt.arch), OverlayArgs(), overlayMountOptions}
+	if b.o.Pulled != nil {
+		inputs = append(inputs, b.o.Pulled.Manifest)
+	}
+	key, err := images.CacheKey(images.KindBuild, inputs)
 	if err != nil {
 		return images.Image{}, err
 	}
 	var fact images.BuildFact
-	// Without a digest the archive is a stream: its content is known only after it was unpacked.
-	if known := b.source == images.SourceDebian || input.TarDigest != ""; known && !b.o.Rebuild && b.store.CacheGet(key, &fact) {
+	if input.known() && !b.o.Rebuild && b.store.CacheGet(key, &fact) {
 		if img, err := b.store.Image(fact.Digest); err == nil {
 			b.note("cached", "nothing changed since "+img.Digest.Short()+" was built")
 			return img, b.store.Name(b.o.Name, img.Digest)
@@ -195,7 +232,7 @@ func (b *builder) build(ctx context.Context) (images.Image, error) {
 	if err != nil {
 		return images.Image{}, err
 	}
-	if b.source == images.SourceDebian || input.TarDigest != "" {
+	if input.known() {
 		if err := b.store.CachePut(key, images.BuildFact{Digest: img.Digest}); err != nil {
 			return images.Image{}, err
 		}
@@ -211,7 +248,7 @@ func (b *builder) resolve(ctx context.Context) (resolution, error) {
 		return resolution{}, err
 	}
 	packages := b.o.Packages
-	if b.source == images.SourceTar {
+	if b.source != images.SourceDebian {
 		packages = nil
 	}
 	key, err := images.CacheKey(images.KindResolve, []any{state, b.source, packages})
@@ -265,6 +302,12 @@ func (b *builder) assemble(ctx context.Context, input rootInput, resolved resolu
 		return images.Image{}, err
 	}
 	recipe.Suite, recipe.Requested, recipe.Packages, recipe.TarDigest = input.Suite, input.Requested, facts.Packages, facts.TarDigest
+	if p := b.o.Pulled; p != nil {
+		recipe.ManifestDigest, m.Config = p.Manifest, &p.Config
+		for _, l := range p.Layers {
+			recipe.Layers = append(recipe.Layers, l.Digest)
+		}
+	}
 	m.Recipe = recipe
 	done := b.stage("publish", "hashing and flushing")
 	m.Files[images.RootFSFile], m.Files[images.OverlayFile] = facts.File, overlay

@@ -5,11 +5,15 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
@@ -27,7 +31,14 @@ type rootInput struct {
 	Env       map[string]string `json:"env,omitempty"`
 
 	Authorities []string `json:"authorities,omitempty"`
+
+	// Of a pulled image. Of its configuration there is the part that is in the root file system: Env, WorkingDir and User.
+	Layers []images.Layer `json:"layers,omitempty"`
+	Config *images.Config `json:"config,omitempty"`
 }
+
+// known reports whether the inputs are known before the build. The content of a stream is known only after it was unpacked.
+func (in rootInput) known() bool { return in.Source != images.SourceTar || in.TarDigest != "" }
 
 // rootFacts are the facts about a finished root file system.
 type rootFacts struct {
@@ -47,6 +58,10 @@ func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error
 		in.Authorities, err = checkAuthorities(b.o.Authorities)
 		return in, err
 	}
+	if p := b.o.Pulled; p != nil {
+		in.Layers, in.Config = p.Layers, &images.Config{Env: p.Config.Env, WorkingDir: p.Config.WorkingDir, User: p.Config.User}
+		return in, nil
+	}
 	if b.o.FromTar == "-" {
 		return in, nil
 	}
@@ -64,7 +79,7 @@ func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error
 
 // rootFS puts the root file system at file: linked from the cache, or made.
 func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFacts, error) {
-	if in.Source == images.SourceDebian || in.TarDigest != "" {
+	if in.known() {
 		if facts, ok, err := b.reuseRootFS(in, file); ok || err != nil {
 			return facts, err
 		}
@@ -73,10 +88,15 @@ func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFa
 	var facts rootFacts
 	var err error
 	start := time.Now().Unix()
-	done := b.stage("rootfs", map[string]string{images.SourceDebian: "installing packages", images.SourceTar: "unpacking the archive"}[in.Source])
-	if in.Source == images.SourceDebian {
+	done := b.stage("rootfs", map[string]string{
+		images.SourceDebian: "installing packages", images.SourceTar: "unpacking the archive", images.SourceRegistry: "unpacking the layers",
+	}[in.Source])
+	switch in.Source {
+	case images.SourceDebian:
 		facts.Packages, err = b.debianTree(ctx, in, tree)
-	} else {
+	case images.SourceRegistry:
+		err = b.layerTree(ctx, tree)
+	default:
 		facts.TarDigest, err = b.tarTree(ctx, tree)
 		// The content of a stream may be known already, and a file may have changed meanwhile.
 		in.TarDigest = facts.TarDigest
@@ -155,7 +175,7 @@ func (b *builder) finishTree(ctx context.Context, in rootInput, tree, file strin
 			return fmt.Errorf("trim the root file system: %w", err)
 		}
 	}
-	if err := prepareTree(root, in.Env); err != nil {
+	if err := prepareTree(root, b.sessionDefaults(in)); err != nil {
 		return fmt.Errorf("prepare the root file system: %w", err)
 	}
 	if err := lintTree(tree, in.Source, func(msg string) { b.note("lint", msg) }); err != nil {
@@ -238,4 +258,54 @@ func (b *builder) tarTree(ctx context.Context, tree string) (core.Digest, error)
 		return "", errors.Join(err, os.RemoveAll(tree))
 	}
 	return digest, nil
+}
+
+// layerTree unpacks the layers of a pulled image into tree.
+func (b *builder) layerTree(ctx context.Context, tree string) error {
+	if err := os.Mkdir(tree, 0o755); err != nil { //nolint:gosec // G301: the mode of the guest's /; the parent is closed
+		return err
+	}
+	p := b.o.Pulled
+	open := func(l images.Layer) (io.ReadCloser, error) { return os.Open(p.Store.Path(l.Digest)) }
+	err := untarLayers(ctx, p.Layers, open, tree, defaultUntarLimits)
+	if err == nil {
+		return nil
+	}
+	err = errors.Join(err, os.RemoveAll(tree))
+	if ctx.Err() != nil {
+		return err
+	}
+	// A layer may have been damaged since it was fetched. It is removed, so that the next pull fetches it again.
+	for _, l := range p.Layers {
+		if got, hashErr := images.HashFile(p.Store.Path(l.Digest)); hashErr == nil && got.Digest == l.Digest {
+			continue
+		}
+		return errors.Join(core.Wrapf(err, core.DataLoss, images.CodeImageCorrupt, "the layer %s in the image store was damaged; pull the image again", l.Digest.Short()),
+			p.Store.Remove(l.Digest))
+	}
+	return err
+}
+
+// sessionDefaults is what sessions of the image have unless they say otherwise.
+func (b *builder) sessionDefaults(in rootInput) sessionDefaults {
+	if in.Config == nil {
+		return sessionDefaults{env: in.Env}
+	}
+	d := sessionDefaults{env: map[string]string{}, user: in.Config.User, dir: in.Config.WorkingDir}
+	for _, kv := range in.Config.Env {
+		k, v, _ := strings.Cut(kv, "=")
+		if err := checkEnv(map[string]string{k: v}); err != nil {
+			b.note("lint", core.MessageOf(err)+"; it is left out")
+			continue
+		}
+		d.env[k] = v
+	}
+	maps.Copy(d.env, in.Env)
+	for name, text := range map[string]*string{"USER": &d.user, "WORKDIR": &d.dir} {
+		if strings.ContainsAny(*text, "\n\x00") || len(*text) > unix.PathMax {
+			b.note("lint", "the image's "+name+" cannot be stored; it is left out")
+			*text = ""
+		}
+	}
+	return d
 }

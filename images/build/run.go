@@ -52,7 +52,7 @@ func MissingPrograms() []Program {
 func checkPrograms(source string) error {
 	var names, packages []string
 	for _, p := range MissingPrograms() {
-		if p.Name == "mmdebstrap" && source == images.SourceTar {
+		if p.Name == "mmdebstrap" && source != images.SourceDebian {
 			continue
 		}
 		names = append(names, p.Name)

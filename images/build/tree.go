@@ -24,7 +24,15 @@ const guestHostname = "coppice"
 const (
 	hooksDir = "etc/coppice/reseal.d" // executables run at every reseal
 	envFile  = "etc/coppice/env"      // KEY=VALUE lines, the default environment of sessions
+	userFile = "etc/coppice/user"     // one line, the user of sessions that name none
+	dirFile  = "etc/coppice/workdir"  // one line, the directory of sessions that name none
 )
+
+// sessionDefaults is what sessions have unless they say otherwise.
+type sessionDefaults struct {
+	env       map[string]string
+	user, dir string
+}
 
 // mountPoints must be directories in every root file system.
 var mountPoints = []struct {
@@ -52,7 +60,7 @@ var identityFiles = []string{
 
 // prepareTree makes an unpacked root file system fit for a guest: mount points, an identity that is empty until the
 // first reseal, Coppice's own files.
-func prepareTree(root *os.Root, env map[string]string) error {
+func prepareTree(root *os.Root, defaults sessionDefaults) error {
 	for _, m := range mountPoints {
 		if err := ensureDir(root, m.name, m.perm); err != nil {
 			return err
@@ -85,7 +93,7 @@ func prepareTree(root *os.Root, env map[string]string) error {
 	if err := root.MkdirAll(hooksDir, 0o755); err != nil {
 		return fmt.Errorf("make %s: %w", hooksDir, err)
 	}
-	return writeEnv(root, env)
+	return writeDefaults(root, defaults)
 }
 
 func ensureDir(root *os.Root, name string, perm fs.FileMode) error {
@@ -210,17 +218,23 @@ func replaceFile(root *os.Root, name, text string) error {
 	return root.Chmod(name, 0o644)
 }
 
-// writeEnv stores the default environment. Without one, a file that the archive brought is kept.
-func writeEnv(root *os.Root, env map[string]string) error {
-	if len(env) == 0 {
-		return nil
-	}
+// writeDefaults stores what sessions have unless they say otherwise. A file that the archive brought is kept where there is
+// nothing to store.
+func writeDefaults(root *os.Root, d sessionDefaults) error {
 	var lines []string
-	for k, v := range env {
+	for k, v := range d.env {
 		lines = append(lines, k+"="+v+"\n")
 	}
 	slices.Sort(lines)
-	return replaceFile(root, envFile, strings.Join(lines, ""))
+	for name, text := range map[string]string{envFile: strings.Join(lines, ""), userFile: d.user, dirFile: d.dir} {
+		if text == "" {
+			continue
+		}
+		if err := replaceFile(root, name, strings.TrimSuffix(text, "\n")+"\n"); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // checkEnv refuses names and values that the file's format cannot hold.

@@ -103,7 +103,7 @@ func TestPrepareTree(t *testing.T) {
 			t.Errorf("Lint did not find %s", name)
 		}
 	}
-	if err := prepareTree(openRoot(t, dir), map[string]string{"PATH": "/opt/bin:/bin", "A": "b c=d"}); err != nil {
+	if err := prepareTree(openRoot(t, dir), sessionDefaults{env: map[string]string{"PATH": "/opt/bin:/bin", "A": "b c=d"}, user: "app:1000", dir: "/srv"}); err != nil {
 		t.Fatal(err)
 	}
 	after, err := Lint(dir)
@@ -119,8 +119,8 @@ func TestPrepareTree(t *testing.T) {
 	}
 	for name, text := range map[string]string{
 		"etc/machine-id": "", "etc/hostname": "coppice\n", "etc/resolv.conf": "", "etc/ssh/sshd_config": "kept", "usr/bin/app": "program",
-		"etc/coppice/env": "A=b c=d\nPATH=/opt/bin:/bin\n",
-		"etc/fstab":       "/dev/sda1 / ext4 defaults 0 1\n# no swap in a sandbox: /dev/sda2 none swap sw 0 0\n# /dev/sdb none swap\n",
+		"etc/coppice/env": "A=b c=d\nPATH=/opt/bin:/bin\n", "etc/coppice/user": "app:1000\n", "etc/coppice/workdir": "/srv\n",
+		"etc/fstab": "/dev/sda1 / ext4 defaults 0 1\n# no swap in a sandbox: /dev/sda2 none swap sw 0 0\n# /dev/sdb none swap\n",
 	} {
 		raw, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil || string(raw) != text {
@@ -158,7 +158,7 @@ func TestPrepareTreeStaysInside(t *testing.T) {
 			before := listing(t, outside)
 			for _, target := range []string{outside, filepath.Join(outside, "swap")} {
 				files := map[string]string{"usr/bin/app": "program", c.link: "-> " + target}
-				err := prepareTree(openRoot(t, writeTree(t, files)), map[string]string{"A": "b"})
+				err := prepareTree(openRoot(t, writeTree(t, files)), sessionDefaults{env: map[string]string{"A": "b"}, user: "app", dir: "/srv"})
 				t.Logf("%s -> %s: %v", c.link, target, err)
 				if diff := cmp.Diff(before, listing(t, outside)); diff != "" {
 					t.Errorf("files of the host changed (-before +after):\n%s", diff)
@@ -247,7 +247,7 @@ func TestNewestShippedIgnoresTheBuild(t *testing.T) {
 func TestLintTree(t *testing.T) {
 	t.Parallel()
 	dir := writeTree(t, messyTree())
-	if err := prepareTree(openRoot(t, dir), nil); err != nil {
+	if err := prepareTree(openRoot(t, dir), sessionDefaults{}); err != nil {
 		t.Fatal(err)
 	}
 	var warned []string

@@ -7,13 +7,18 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"hash"
 	"io"
+	"io/fs"
 	"os"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/confine"
 )
 
@@ -34,19 +39,124 @@ var unpackerCaps = []uint8{unix.CAP_CHOWN, unix.CAP_DAC_OVERRIDE, unix.CAP_FOWNE
 // ConfinedTask is the task for confine.Enter of a program that builds images.
 func ConfinedTask() confine.Task {
 	return confine.Task{Name: untarTask, Files: true, Run: func(c *confine.Child) error {
-		var limits untarLimits
-		if err := c.Request(&limits); err != nil {
+		var request unpackRequest
+		if err := c.Request(&request); err != nil {
 			return err
 		}
 		if len(c.Files) != 1 {
 			return fmt.Errorf("it was given %d files, want 1", len(c.Files))
 		}
-		return unpack(context.Background(), c.Files[0], confine.TreeDir, limits)
+		if len(request.Layers) > 0 {
+			return unpackLayers(context.Background(), c.Files[0], confine.TreeDir, request.Layers, request.Limits)
+		}
+		return unpack(context.Background(), c.Files[0], confine.TreeDir, request.Limits)
 	}}
+}
+
+// unpackRequest says what the helper reads: one archive, or layers one after the other.
+type unpackRequest struct {
+	Limits untarLimits
+	Layers []images.Layer `json:",omitempty"`
+}
+
+// untarLayers unpacks the layers of an image into dir, in a confined helper. See unpackLayers. open opens a layer. If what it
+// opens is not what the layer's digest says, it fails, and nothing that was unpacked counts.
+func untarLayers(ctx context.Context, layers []images.Layer, open func(images.Layer) (io.ReadCloser, error), dir string, limits untarLimits) error {
+	r := &layersReader{layers: layers, open: open}
+	defer r.close()
+	_, err := runUnpacker(ctx, r, dir, unpackRequest{limits, layers})
+	return err
+}
+
+// layersReader reads layers one after the other, and compares each with its digest.
+type layersReader struct {
+	layers []images.Layer
+	open   func(images.Layer) (io.ReadCloser, error)
+
+	closed atomic.Bool
+
+	mu   sync.Mutex // guards what follows: the reader may still be at work when the helper has ended
+	f    io.ReadCloser
+	sum  hash.Hash
+	left int64
+}
+
+// damagedLayerError is a layer in the store that is not what its digest says.
+type damagedLayerError struct{ layer core.Digest }
+
+func (e damagedLayerError) Error() string {
+	return fmt.Sprintf("the layer %s in the image store is damaged", e.layer.Short())
+}
+
+func (r *layersReader) Read(p []byte) (int, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for {
+		if r.closed.Load() {
+			return 0, errors.Join(fs.ErrClosed, r.closeFile())
+		}
+		if r.f == nil {
+			if len(r.layers) == 0 {
+				return 0, io.EOF
+			}
+			f, err := r.open(r.layers[0])
+			if err != nil {
+				return 0, err
+			}
+			r.f, r.sum, r.left = f, sha256.New(), r.layers[0].SizeBytes
+		}
+		if r.left > 0 {
+			n, err := r.f.Read(p[:min(int64(len(p)), r.left)])
+			r.left -= int64(n)
+			r.sum.Write(p[:n])
+			switch {
+			case errors.Is(err, io.EOF) && r.left > 0:
+				return n, damagedLayerError{r.layers[0].Digest}
+			case errors.Is(err, io.EOF):
+				err = nil
+			}
+			if n > 0 || err != nil {
+				return n, err
+			}
+			continue
+		}
+		done := r.layers[0]
+		if err := r.f.Close(); err != nil {
+			return 0, err
+		}
+		r.f, r.layers = nil, r.layers[1:]
+		if "sha256:"+hex.EncodeToString(r.sum.Sum(nil)) != string(done.Digest) {
+			return 0, damagedLayerError{done.Digest}
+		}
+	}
+}
+
+// close ends reading. A read that is under way may wait, so it is not waited for; the one after it closes the file.
+func (r *layersReader) close() {
+	r.closed.Store(true)
+	if r.mu.TryLock() {
+		_ = r.closeFile() // it was only read
+		r.mu.Unlock()
+	}
+}
+
+func (r *layersReader) closeFile() error {
+	if r.f == nil {
+		return nil
+	}
+	f := r.f
+	r.f = nil
+	return f.Close()
 }
 
 // untar unpacks an archive into dir, in a confined helper, and returns the digest of the whole archive. See unpack.
 func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) (core.Digest, error) {
+	return runUnpacker(ctx, r, dir, unpackRequest{Limits: limits})
+}
+
+// runUnpacker runs the helper on what r has, and returns the digest of that.
+func runUnpacker(ctx context.Context, r io.Reader, dir string, request unpackRequest) (core.Digest, error) {
+	limits := request.Limits
 	from, to, err := os.Pipe()
 	if err != nil {
 		return "", err
@@ -61,7 +171,7 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) (co
 		feeding <- err
 	}()
 	failed := confine.Run(ctx, confine.Spec{
-		Task: untarTask, Limits: unpackerLimits(limits), Request: limits, Files: []*os.File{from}, Dir: dir, Caps: unpackerCaps,
+		Task: untarTask, Limits: unpackerLimits(limits), Request: request, Files: []*os.File{from}, Dir: dir, Caps: unpackerCaps,
 	}, func(json.RawMessage) error {
 		return errors.New("the confined helper sent an answer, and this task has no answers")
 	})

@@ -93,7 +93,7 @@ func TestHostileTree(t *testing.T) {
 			go func() {
 				root, err := os.OpenRoot(tree)
 				if err == nil {
-					err = prepareTree(root, nil)
+					err = prepareTree(root, sessionDefaults{})
 					_ = root.Close()
 				}
 				if err == nil {

@@ -27,11 +27,12 @@ func NewImageCommand(a *cli.App) *cobra.Command {
 	var dir string
 	c := &cobra.Command{
 		Use:   "image",
-		Short: "Build and manage guest images on this host",
-		Long:  `Build and manage guest images on this host. An image has a kernel, an initrd with the guest agent, and a root file system. Building needs root.`,
+		Short: "Build, pull and manage guest images on this host",
+		Long: `Build, pull and manage guest images on this host. An image has a kernel, an initrd with the guest agent, and a root file system. Building and
+pulling need root.`,
 	}
 	c.PersistentFlags().StringVar(&dir, "images-dir", imagesDir(a), "image store `directory` (COPPICE_IMAGES_DIR, else images in COPPICE_DATA_DIR)")
-	c.AddCommand(newImageBuildCommand(a, &dir), newImageListCommand(a, &dir), newImageRemoveCommand(a, &dir))
+	c.AddCommand(newImageBuildCommand(a, &dir), newImagePullCommand(a, &dir), newImageListCommand(a, &dir), newImageRemoveCommand(a, &dir))
 	return c
 }
 
@@ -81,7 +82,7 @@ less and nano.
 			shown := func() {}
 			if !a.JSON {
 				steps := &buildSteps{a: a}
-				o.Progress = steps.print
+				o.Progress = steps.show
 				if !verbose {
 					shown = a.WorkingOn(c.Context(), steps.current)
 				}
@@ -136,7 +137,7 @@ type buildSteps struct {
 	begun []build.Event
 }
 
-func (s *buildSteps) print(e build.Event) {
+func (s *buildSteps) show(e build.Event) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	same := func(other build.Event) bool { return other.Stage == e.Stage }
@@ -208,7 +209,7 @@ func newImageListCommand(a *cli.App, dir *string) *cobra.Command {
 
 func printImages(w io.Writer, now time.Time, list []imageLine) error {
 	if len(list) == 0 {
-		_, err := fmt.Fprintln(w, "No images. Build one: coppice image build")
+		_, err := fmt.Fprintln(w, "No images. Build one: coppice image build; or pull one: coppice image pull python:3.12-slim")
 		return err
 	}
 	rows := make([][]string, 0, len(list))

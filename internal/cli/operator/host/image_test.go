@@ -32,13 +32,13 @@ func TestBuildSteps(t *testing.T) {
 		}
 	}
 	want("building")
-	s.print(build.Event{Stage: "rootfs", Msg: "installing packages"})
-	s.print(build.Event{Stage: "kernel", Msg: "fetching"})
+	s.show(build.Event{Stage: "rootfs", Msg: "installing packages"})
+	s.show(build.Event{Stage: "kernel", Msg: "fetching"})
 	want("installing packages")
-	s.print(build.Event{Stage: "lint", Msg: "a remark", Done: true})
-	s.print(build.Event{Stage: "rootfs", Msg: "made it", Done: true})
+	s.show(build.Event{Stage: "lint", Msg: "a remark", Done: true})
+	s.show(build.Event{Stage: "rootfs", Msg: "made it", Done: true})
 	want("fetching")
-	s.print(build.Event{Stage: "kernel", Msg: "unpacked", Done: true})
+	s.show(build.Event{Stage: "kernel", Msg: "unpacked", Done: true})
 	want("building")
 	if lines := stderr.String(); strings.Count(lines, "\n") != 5 || strings.Contains(lines, "\x1b") {
 		t.Errorf("printed %q", lines)

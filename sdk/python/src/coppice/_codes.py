@@ -294,11 +294,13 @@ class SessionNotFound(NotFoundError):
 
 
 class ImageNotFound(NotFoundError):
-    """No reachable runner has such an image."""
+    """No reachable runner has such an image; or, for `coppice image pull`, no registry, or not for this
+    architecture.
+    """
 
     code = "IMAGE_NOT_FOUND"
     hint = (
-        '`coppice image build`.'
+        '`coppice image build`, `coppice image pull`.'
     )
 
 
