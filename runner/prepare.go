@@ -59,6 +59,9 @@ func (r *Runner) dismantlePrepared(ctx context.Context, m *preparedMachine) erro
 	return r.dismantle(ctx, m.shell)
 }
 
+// Drain says whether forks are placed on other runners. Then no machine is prepared, and those that are end.
+func (r *Runner) Drain(on bool) { r.prepared.Pause(on) }
+
 // roomForPrepared says what the host has left.
 func (r *Runner) roomForPrepared() (left prepared.Room, err error) {
 	available, err := procfs.KiB("/proc/meminfo", "MemAvailable")

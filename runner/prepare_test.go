@@ -358,6 +358,42 @@ func TestPreparedLeavesRoom(t *testing.T) {
 	r.wantOnlyOf(ids...)
 }
 
+// TestPreparedForRestore: a restore in place and a resume are forks with the next epoch of their workspace, and take a prepared machine as any other.
+func TestPreparedForRestore(t *testing.T) {
+	t.Parallel()
+	r := newFakeRig(t, prepareUpTo(2))
+	template := r.boot()
+	first := r.child()
+	r.forkInto(template, first)
+	c := r.capture(first.SandboxID)
+	for epoch := range int64(2) { // while the sandbox of the epoch before lives, and after its end
+		r.awaitPrepared(c, 1)
+		next := r.child()
+		next.WorkspaceID, next.Epoch = first.WorkspaceID, epoch+2
+		if out := r.forkInto(c, next)[0]; !claimed(t, out) || out.Sandbox.Epoch != next.Epoch {
+			t.Errorf("epoch %d of the workspace: %+v", next.Epoch, out.Sandbox)
+		}
+		if err := r.Destroy(t.Context(), first.SandboxID); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestPreparedDrain: on a runner that is drained nothing is prepared.
+func TestPreparedDrain(t *testing.T) {
+	t.Parallel()
+	r := newFakeRig(t, prepareUpTo(1))
+	template := r.boot()
+	ids := []core.SandboxID{r.fork(template)}
+	r.awaitPrepared(template, 1)
+	r.Drain(true)
+	eventually.True(t, "its machine is gone", func() bool { return r.driver.Machines() == 1 })
+	ids = append(ids, r.fork(template))
+	r.wantOnly(ids...)
+	r.Drain(false)
+	r.awaitPrepared(template, 1)
+}
+
 // shellDirs are the directories with journals.
 func (r *fakeRig) shellDirs() []string {
 	r.t.Helper()

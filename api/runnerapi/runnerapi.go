@@ -477,4 +477,6 @@ type Heartbeated struct {
 	// RemovedRunners are all whose certificates may not have expired yet. Another runner gives them nothing; without an answer for TTLSeconds,
 	// it gives nothing to any runner.
 	RemovedRunners []core.RunnerID `json:"removed_runners,omitempty"`
+	// Draining says that no forks come any more until a later answer lacks it, so nothing should be prepared for them.
+	Draining bool `json:"draining,omitempty"`
 }

@@ -34,6 +34,8 @@ type Order struct {
 	Removed []core.RunnerID
 	// Holds says that the runner holds checkpoints in the store. It was read before the heartbeat waited for its turn, so it may be out of date.
 	Holds bool
+	// Draining says that nothing new is placed on the runner.
+	Draining bool
 }
 
 // Terms are what a heartbeat asks for.
@@ -180,6 +182,7 @@ func (f *Fleet) terms() Terms {
 func (b *beat) begin(order Order) {
 	b.out = runnerapi.Heartbeated{
 		Number: b.h.Number, TTLSeconds: b.fleet.cfg.Lease.Seconds(), FenceSeconds: b.fleet.fenceTime().Seconds(), DataTaken: len(b.h.DataWrites), RemovedRunners: order.Removed,
+		Draining: order.Draining,
 	}
 	b.order, b.lost, b.here = order, nil, make(map[core.WorkspaceID]bool)
 }

@@ -127,8 +127,8 @@ func TestRunnerLease(t *testing.T) {
 	}), core.CodeRunnerNotFound)
 }
 
-// TestHeartbeatSays: the first statement of a heartbeat says which runners were removed lately, the latest first, and whether its runner holds
-// checkpoints.
+// TestHeartbeatSays: the first statement of a heartbeat says which runners were removed lately, the latest first, whether its runner holds
+// checkpoints, and whether it is drained.
 func TestHeartbeatSays(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
@@ -144,7 +144,7 @@ func TestHeartbeatSays(t *testing.T) {
 		})
 		return out
 	}
-	if got := beat(time.Hour); got.Holds || len(got.Removed) > 0 {
+	if got := beat(time.Hour); got.Holds || got.Draining || len(got.Removed) > 0 {
 		t.Errorf("before: %+v", got)
 	}
 	first, second, old := core.NewID[core.RunnerID](), core.NewID[core.RunnerID](), core.NewID[core.RunnerID]()
@@ -159,7 +159,8 @@ func TestHeartbeatSays(t *testing.T) {
 	cp := d.node(d.ready(d.project, from), from.ID)
 	d.sealed(cp.ID)
 	d.fetches(d.runner, cp.ID)
-	if got := beat(time.Hour); !got.Holds || !slices.Equal(got.Removed, []core.RunnerID{second, first}) {
+	d.exec(`UPDATE runners SET draining = true WHERE id = '` + string(d.runner) + `'`)
+	if got := beat(time.Hour); !got.Holds || !got.Draining || !slices.Equal(got.Removed, []core.RunnerID{second, first}) {
 		t.Errorf("%+v, want %v", got, []core.RunnerID{second, first})
 	}
 	d.fetches(d.runner)

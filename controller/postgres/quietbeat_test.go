@@ -82,6 +82,7 @@ func TestQuietHeartbeats(t *testing.T) {
 		return d.column(`SELECT concat_ws(' ', beat, heartbeat_at, lease_expires_at, allocated, disk_free_mb) FROM runners WHERE id = $1`, string(id))[0]
 	}
 	audits := func() int64 { return d.number(`SELECT count(*) FROM audit_records`) }
+	d.exec(`UPDATE runners SET draining = true`)
 	before, audited := map[core.RunnerID]string{}, audits()
 	for _, id := range ids {
 		before[id] = row(id)
@@ -122,7 +123,7 @@ func TestQuietHeartbeats(t *testing.T) {
 			continue
 		}
 		want++
-		if !out.Next || out.Holds || out.Endpoint != "http://127.0.0.1:2" || !slices.Equal(out.Removed, []core.RunnerID{removed}) {
+		if !out.Next || out.Holds || !out.Draining || out.Endpoint != "http://127.0.0.1:2" || !slices.Equal(out.Removed, []core.RunnerID{removed}) {
 			t.Errorf("%s: %+v", c.name, out)
 		}
 		b := list[i]

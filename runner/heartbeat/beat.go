@@ -141,6 +141,7 @@ func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi
 		}
 		clear(l.used)
 	}
+	l.runner.Drain(out.Draining)
 	l.runner.ForgetUsages(sent.Usage)
 	for _, s := range sent.Sandboxes {
 		if s.State == runnerapi.SandboxDead && !out.AllSandboxes { // else it may be that the differences were not applied

@@ -44,6 +44,7 @@ type controller struct {
 	unfit    bool                // the next heartbeat with differences that has a sandbox is answered as not applied
 	beaten   int                 // heartbeats with differences that were taken
 	slow     func()              // runs at the next heartbeat, which is then not answered
+	drains   bool                // answers say that the runner is drained
 }
 
 func (c *controller) set(change func(*controller)) {
@@ -119,7 +120,7 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		number = h.Number
 	}
 	answer(http.StatusOK, runnerapi.Heartbeated{
-		Number: number, DropCheckpoints: c.stray, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites)),
+		Number: number, DropCheckpoints: c.stray, Draining: c.drains, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites)),
 	})
 }
 
@@ -153,10 +154,11 @@ type rig struct {
 
 func newRig(t *testing.T) *rig {
 	t.Helper()
-	return newRigWith(t, nil)
+	return newRigWith(t, nil, 0)
 }
 
-func newRigWith(t *testing.T, plane heartbeat.Plane) *rig {
+// newRigWith is newRig for a runner with a data plane, and with machines that are prepared for forks.
+func newRigWith(t *testing.T, plane heartbeat.Plane, prepared int) *rig {
 	t.Helper()
 	store, image := testvm.FakeImage(t)
 	x := &rig{t: t, controller: &controller{fenceFor: time.Minute}, driver: fakevmm.New(fakevmm.Config{})}
@@ -168,7 +170,7 @@ func newRigWith(t *testing.T, plane heartbeat.Plane) *rig {
 	log := slog.New(slog.NewTextHandler(t.Output(), nil))
 	x.cfg = runner.Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(t.TempDir(), "data"), RunDir: runDir, Driver: x.driver,
-		Images: store, Network: fakenet.Network{}, Log: log,
+		Images: store, Network: fakenet.Network{}, Log: log, Prepare: runner.PrepareConfig{Max: prepared},
 	}
 	server := httptest.NewServer(x.controller)
 	t.Cleanup(server.Close)

@@ -41,7 +41,7 @@ func TestWritesThatWereNotTakenAreReportedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	x := newRigWith(t, plane{log})
+	x := newRigWith(t, plane{log}, 0)
 	eventually.True(t, "all writes are taken", func() bool {
 		_, list := log.Pending()
 		return len(list) == 0

@@ -46,6 +46,7 @@ type Pool[Machine any] struct {
 
 	mu       sync.Mutex // guards what follows
 	closed   bool
+	paused   bool
 	forecast *forecast.Forecast
 	ready    []entry[Machine] // oldest first
 	useless  []entry[Machine] // to be taken down by Run
@@ -125,6 +126,19 @@ func (p *Pool[Machine]) Removed(id core.CheckpointID) {
 		f.Removed(id)
 		p.giveUp(func(e entry[Machine]) bool { return e.kind.checkpoint == id })
 		if p.making != nil && p.making.kind.checkpoint == id {
+			p.making.cancel()
+		}
+	})
+}
+
+// Pause begins or ends a time in which no machine is made. All machines are given up when it begins, and are not lost.
+func (p *Pool[Machine]) Pause(on bool) {
+	p.note(func(*forecast.Forecast) {
+		if p.paused = on; !on {
+			return
+		}
+		p.giveUp(func(entry[Machine]) bool { return true })
+		if p.making != nil {
 			p.making.cancel()
 		}
 	})
@@ -262,7 +276,7 @@ func (p *Pool[Machine]) fill(ctx context.Context) bool {
 		return false
 	}
 	p.mu.Lock()
-	if p.closed {
+	if p.closed || p.paused {
 		p.mu.Unlock()
 		return false
 	}
@@ -323,7 +337,9 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 	unwanted := err != nil || p.closed || ctx.Err() != nil
 	switch {
 	case err != nil:
-		p.forecast.Failed(want.Checkpoint, want.With)
+		if !p.paused {
+			p.forecast.Failed(want.Checkpoint, want.With)
+		}
 		if ctx.Err() != nil { // it gave way
 			p.metrics.wasted.Inc()
 		} else {

@@ -315,6 +315,31 @@ func TestPlaceUnderWay(t *testing.T) {
 	}
 }
 
+// TestPause: in a pause there is no machine, also none that was being made, and after it they are made again.
+func TestPause(t *testing.T) {
+	t.Parallel()
+	o := newOwner(t, 2)
+	o.Forked("c", 1, "")
+	o.await(t, "c", 1)
+	o.set(func() { o.hold = make(chan struct{}) })
+	o.Forked("d", 1, "")
+	making := func() bool {
+		o.Pool.mu.Lock()
+		defer o.Pool.mu.Unlock()
+		return o.making != nil
+	}
+	eventually.True(t, "a machine is being made", making)
+	o.Pause(true)
+	o.set(func() { o.hold = nil })
+	eventually.True(t, "there is none", func() bool { return o.living() == 0 && !making() })
+	if o.fill(t.Context()) || o.living() != 0 {
+		t.Error("a machine was made in a pause")
+	}
+	o.Pause(false)
+	o.await(t, "c", 1)
+	o.await(t, "d", 1)
+}
+
 // TestRoom: no machine is made that would leave too little, and machines end, the oldest first, when there is too little.
 func TestRoom(t *testing.T) {
 	t.Parallel()

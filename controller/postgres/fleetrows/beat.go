@@ -22,6 +22,7 @@ type beatRow struct {
 	ImagesSum   string          `db:"images_sum"`
 	Removed     []core.RunnerID `db:"removed"`
 	Holds       bool            `db:"holds"`
+	Draining    bool            `db:"draining"`
 }
 
 // leaseRow is what decides whether a heartbeat is applied.
@@ -57,7 +58,7 @@ func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.
 		) was
 		WHERE r.id = was.id AND r.lease_epoch = @epoch AND r.started_at = @started AND r.fenced_at IS NULL
 			AND was.number >= @answered AND (was.number = 0 OR was.number < @number)
-		RETURNING was.number, was.known, was.heartbeat_at, r.endpoint,
+		RETURNING was.number, was.known, was.heartbeat_at, r.endpoint, r.draining,
 			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = r.id), '') AS images_sum,
 			ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT `+maxRemoved+`) AS removed,
 			EXISTS (SELECT FROM store_holds s WHERE s.runner_id = r.id) AS holds`,
@@ -80,7 +81,7 @@ func (t *Tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.
 	row := rows[0]
 	out := controller.Beaten{
 		ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Next: row.Known && row.Number == h.Answered && h.Number > 0,
-		Removed: row.Removed, Holds: row.Holds,
+		Removed: row.Removed, Holds: row.Holds, Draining: row.Draining,
 	}
 	switch {
 	case out.Next:
@@ -98,6 +99,7 @@ type quietRow struct {
 	Endpoint    string          `db:"endpoint"`
 	ImagesSum   string          `db:"images_sum"`
 	Removed     []core.RunnerID `db:"removed"` // the same for all, so only the first row has it
+	Draining    bool            `db:"draining"`
 }
 
 // HeartbeatQuietRunners waits for no lock, so that no runner delays another one.
@@ -133,9 +135,9 @@ func (t *Tx) HeartbeatQuietRunners(ctx context.Context, list []controller.QuietB
 				ORDER BY w.id FOR NO KEY UPDATE OF w SKIP LOCKED
 			) was
 			WHERE r.id = was.id
-			RETURNING r.id, was.heartbeat_at, r.endpoint
+			RETURNING r.id, was.heartbeat_at, r.endpoint, r.draining
 		)
-		SELECT u.id, u.heartbeat_at, u.endpoint, coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = u.id), '') AS images_sum,
+		SELECT u.id, u.heartbeat_at, u.endpoint, u.draining, coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = u.id), '') AS images_sum,
 			CASE WHEN u.id = (SELECT min(id) FROM u) THEN
 				ARRAY(SELECT i.runner_id FROM runner_identities i WHERE i.revoked_at > now() - make_interval(secs => @within) ORDER BY i.revoked_at DESC LIMIT `+maxRemoved+`)
 			END AS removed
@@ -146,7 +148,7 @@ func (t *Tx) HeartbeatQuietRunners(ctx context.Context, list []controller.QuietB
 		})
 	out := make(map[core.RunnerID]controller.Beaten, len(rows))
 	for _, row := range rows {
-		out[row.ID] = controller.Beaten{Next: true, Settled: row.HeartbeatAt, ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Removed: rows[0].Removed}
+		out[row.ID] = controller.Beaten{Next: true, Settled: row.HeartbeatAt, ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Removed: rows[0].Removed, Draining: row.Draining}
 	}
 	return out, err
 }
