@@ -279,7 +279,7 @@ type SessionSpec struct {
 	PTY       bool              `json:"pty,omitempty"`        // stdout and stderr are one stream, stdout
 	Cols      uint16            `json:"cols,omitempty"`
 	Rows      uint16            `json:"rows,omitempty"`
-	User      string            `json:"user,omitempty"` // name or uid, optionally :group; default root
+	User      string            `json:"user,omitempty"` // name or uid, optionally :group; default: the image's, else root
 }
 
 // The states of a session.

@@ -24,7 +24,7 @@ const (
 )
 
 // withDefaults fills in the image's user and directory. A directory that does not exist counts as none.
-func withDefaults(spec guestapi.SessionSpec) guestapi.SessionSpec {
+func withDefaults(spec guestapi.SessionSpec, userFile, dirFile string) guestapi.SessionSpec {
 	if spec.User == "" {
 		spec.User = readLine(userFile)
 	}

@@ -252,7 +252,7 @@ func (m *Server) launch(spec guestapi.SessionSpec, env map[string]string, s *ses
 	defer m.spawn.RUnlock()
 	err := m.work.Inside(func() error {
 		var err error
-		if cmd, err = command(withDefaults(spec), env); err != nil {
+		if cmd, err = command(withDefaults(spec, userFile, dirFile), env); err != nil {
 			return err
 		}
 		if st, err = openStreams(spec); err != nil {

@@ -1385,7 +1385,7 @@ type ExecRequest struct {
 	// Command Program and arguments. No shell is involved; a program without a slash is looked up in PATH.
 	Command []string `json:"command"`
 
-	// Cwd Absolute path. Default: `/workspace` if it exists, else the user's home.
+	// Cwd Absolute path. Default: the image's WORKDIR, else `/workspace` if it exists, else the user's home.
 	Cwd string `json:"cwd,omitempty,omitzero"`
 
 	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
@@ -1410,7 +1410,7 @@ type ExecRequest struct {
 	// TimeoutMS Kill the session's processes after this time. 0 or absent: never.
 	TimeoutMS int64 `json:"timeout_ms,omitempty,omitzero"`
 
-	// User Name or uid, optionally with `:group`. Default: root.
+	// User Name or uid, optionally with `:group`. Default: the image's USER, else root.
 	User string `json:"user,omitempty,omitzero"`
 
 	// Wait Answer when the program has ended. Not together with `pty`. Default: true, or false with `pty`.

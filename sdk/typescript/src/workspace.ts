@@ -13,10 +13,10 @@ import { collect } from "./wire.js";
 export type Command = string | readonly string[];
 
 export interface RunOptions extends CallOptions {
-  /** Absolute path. Default: /workspace if it exists, else the user's home. */
+  /** Absolute path. Default: the image's WORKDIR, else /workspace if it exists, else the user's home. */
   cwd?: string;
   env?: models.Env;
-  /** Name or uid, optionally with `:group`. Default: root. */
+  /** Name or uid, optionally with `:group`. Default: the image's USER, else root. */
   user?: string;
   /** The whole standard input. */
   stdin?: string | Uint8Array;

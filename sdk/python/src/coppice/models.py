@@ -747,10 +747,10 @@ class ExecRequest(Model):
     command: list[str]
     """Program and arguments. No shell is involved; a program without a slash is looked up in PATH."""
     cwd: str | None = None
-    """Absolute path. Default: `/workspace` if it exists, else the user's home."""
+    """Absolute path. Default: the image's WORKDIR, else `/workspace` if it exists, else the user's home."""
     env: Env | None = None
     user: str | None = None
-    """Name or uid, optionally with `:group`. Default: root."""
+    """Name or uid, optionally with `:group`. Default: the image's USER, else root."""
     stdin: str | None = None
     """Text that the program gets as input at its start. Not together with `stdin_base64`."""
     stdin_base64: bytes | None = None

@@ -649,10 +649,10 @@ export interface PortList {
 export interface ExecRequest {
   /** Program and arguments. No shell is involved; a program without a slash is looked up in PATH. */
   command: string[];
-  /** Absolute path. Default: `/workspace` if it exists, else the user's home. */
+  /** Absolute path. Default: the image's WORKDIR, else `/workspace` if it exists, else the user's home. */
   cwd?: string;
   env?: Env;
-  /** Name or uid, optionally with `:group`. Default: root. */
+  /** Name or uid, optionally with `:group`. Default: the image's USER, else root. */
   user?: string;
   /** Text that the program gets as input at its start. Not together with `stdin_base64`. */
   stdin?: string;
