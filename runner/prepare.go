@@ -33,7 +33,7 @@ type preparedMachine struct {
 
 func newPreparedPool(r *Runner) *prepared.Pool[*preparedMachine] {
 	return prepared.New(prepared.Config[*preparedMachine]{
-		Max: r.cfg.Prepare.Max, Make: r.prepare, TakeDown: r.dismantlePrepared, Used: (*preparedMachine).used, Dead: (*preparedMachine).ended,
+		Max: r.cfg.Prepare.Max, Make: r.prepare, TakeDown: r.dismantlePrepared, Used: (*preparedMachine).used, Memory: (*preparedMachine).memory, Dead: (*preparedMachine).ended,
 		Bound: func(m *preparedMachine) bool { return m.resealed }, Busy: func() bool { return r.busy() || r.lease.Fenced() || r.runCtx.Err() != nil },
 		Room: r.roomForPrepared, Now: time.Now, Log: r.cfg.Log,
 	})
@@ -52,6 +52,11 @@ func (m *preparedMachine) ended() bool {
 func (m *preparedMachine) used() float64 {
 	seconds, _ := usage.CPUSeconds(m.machine.Handle()) // it may have ended
 	return max(seconds, 0)
+}
+
+func (m *preparedMachine) memory() int64 {
+	bytes, _ := usage.PrivateBytes(m.machine.Handle()) // it may have ended
+	return bytes
 }
 
 func (r *Runner) dismantlePrepared(ctx context.Context, m *preparedMachine) error {

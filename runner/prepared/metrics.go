@@ -1,6 +1,10 @@
 package prepared
 
-import "github.com/prometheus/client_golang/prometheus"
+import (
+	"slices"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
 
 // metrics count what became of prepared machines. No label has ids.
 type metrics struct {
@@ -27,5 +31,15 @@ func (p *Pool[Machine]) Collectors() []prometheus.Collector {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		return float64(len(p.ready))
+	}), prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "coppice_runner_prepared_memory_bytes", Help: "Memory of prepared machines that they do not share with others.",
+	}, func() (sum float64) {
+		p.mu.Lock()
+		list := slices.Clone(p.ready)
+		p.mu.Unlock()
+		for _, e := range list { // reading is slow; no fork waits for it
+			sum += float64(p.cfg.Memory(e.machine))
+		}
+		return sum
 	})}
 }

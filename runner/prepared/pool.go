@@ -30,6 +30,7 @@ type Config[Machine any] struct {
 	Make     func(ctx context.Context, want forecast.Want) (Machine, error)
 	TakeDown func(ctx context.Context, m Machine) error
 	Used     func(m Machine) float64 // seconds of processor time
+	Memory   func(m Machine) int64   // bytes that it does not share with other machines
 	Dead     func(m Machine) bool    // it has ended by itself, or does not answer any more
 	Bound    func(m Machine) bool    // it serves only forks that come with what it was made with
 	Busy     func() bool             // forks are under way, or no machine may be made

@@ -8,9 +8,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/test/eventually"
 	"github.com/coppice-dev/coppice/internal/test/testleak"
+	"github.com/coppice-dev/coppice/internal/test/testmetrics"
 	"github.com/coppice-dev/coppice/runner/prepared/forecast"
 )
 
@@ -75,12 +78,13 @@ func newOwner(t *testing.T, most int) *owner {
 			locked(func() { delete(o.alive, m) })
 			return nil
 		},
-		Used:  func(*machine) float64 { return 0 },
-		Dead:  func(m *machine) (dead bool) { locked(func() { dead = o.dead[m] }); return dead },
-		Bound: func(*machine) (bound bool) { locked(func() { bound = !o.any }); return bound },
-		Busy:  func() (busy bool) { locked(func() { busy = o.busy }); return busy },
-		Room:  func() (room Room, err error) { locked(func() { room = o.room }); return room, nil },
-		Now:   func() (now time.Time) { locked(func() { now = o.now }); return now },
+		Used:   func(*machine) float64 { return 0 },
+		Memory: func(*machine) int64 { return 1 << 20 },
+		Dead:   func(m *machine) (dead bool) { locked(func() { dead = o.dead[m] }); return dead },
+		Bound:  func(*machine) (bound bool) { locked(func() { bound = !o.any }); return bound },
+		Busy:   func() (busy bool) { locked(func() { busy = o.busy }); return busy },
+		Room:   func() (room Room, err error) { locked(func() { room = o.room }); return room, nil },
+		Now:    func() (now time.Time) { locked(func() { now = o.now }); return now },
 	})
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	go func() {
@@ -243,6 +247,11 @@ func TestAuthorities(t *testing.T) {
 	o.Forked("c", 1, "one")
 	o.Forked("c", 1, "two")
 	o.await(t, "c", 2)
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(o.Collectors()...)
+	if n := testmetrics.Of(t, registry)["coppice_runner_prepared_memory_bytes"]; n != 2<<20 {
+		t.Errorf("two machines have %v bytes", n)
+	}
 	o.set(func() { o.busy = true })
 	if m, ok := o.Take("c", "three", any1); ok {
 		t.Errorf("took %v, which was made with something else", m)

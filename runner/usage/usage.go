@@ -116,14 +116,32 @@ func read(h vmm.Handle) (runnerapi.Usage, error) {
 
 // CPUSeconds asks the kernel how much processor time a VMM has used.
 func CPUSeconds(h vmm.Handle) (float64, error) {
-	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", h.PID))
+	stat, err := statOf(h)
 	if err != nil {
 		return 0, err
 	}
-	started, err := stat.Number(procfs.StartTime)
-	if err != nil || started != h.StartTime {
-		return 0, fmt.Errorf("process %d is not the one that was started", h.PID)
-	}
 	ticks, err := stat.Sum(procfs.UserTicks, procfs.SystemTicks)
 	return float64(ticks) / procfs.TicksPerSecond, err
+}
+
+// PrivateBytes is how much memory of a VMM no other process shares: what the guest has written, and the VMM's own.
+func PrivateBytes(h vmm.Handle) (int64, error) {
+	if _, err := statOf(h); err != nil {
+		return 0, err
+	}
+	kib, err := procfs.KiB(fmt.Sprintf("/proc/%d/smaps_rollup", h.PID), "Private_Dirty")
+	return kib << 10, err
+}
+
+// statOf reads the figures of a VMM's process.
+func statOf(h vmm.Handle) (procfs.Stat, error) {
+	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", h.PID))
+	if err != nil {
+		return stat, err
+	}
+	started, err := stat.Number(procfs.StartTime)
+	if err != nil || started != h.StartTime {
+		return stat, fmt.Errorf("process %d is not the one that was started", h.PID)
+	}
+	return stat, nil
 }

@@ -41,6 +41,12 @@ func TestUsages(t *testing.T) {
 	if _, err := read(other); err == nil {
 		t.Error("another process that got the same id was taken for it")
 	}
+	if n, err := PrivateBytes(self); err != nil || n < 1<<16 {
+		t.Errorf("this process has %d bytes of its own: %v", n, err)
+	}
+	if _, err := PrivateBytes(other); err == nil {
+		t.Error("memory of another process was read")
+	}
 	var u Usages
 	id := core.NewID[core.SandboxID]()
 	seen, ok := u.see(id, self)
