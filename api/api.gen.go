@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"time"
 
@@ -492,6 +493,7 @@ const (
 	OperationRestoreCheckpoint  OperationKind = "restore_checkpoint"
 	OperationRestoreWorkspace   OperationKind = "restore_workspace"
 	OperationResumeWorkspace    OperationKind = "resume_workspace"
+	OperationStepCheckpoint     OperationKind = "step_checkpoint"
 	OperationSuspendWorkspace   OperationKind = "suspend_workspace"
 	OperationTerminateWorkspace OperationKind = "terminate_workspace"
 )
@@ -514,6 +516,8 @@ func (e OperationKind) Valid() bool {
 	case OperationRestoreWorkspace:
 		return true
 	case OperationResumeWorkspace:
+		return true
+	case OperationStepCheckpoint:
 		return true
 	case OperationSuspendWorkspace:
 		return true
@@ -671,6 +675,45 @@ func (e SignalRequestTarget) Valid() bool {
 	case SignalProcess:
 		return true
 	case SignalSession:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for StepActionResultEncoding.
+const (
+	StepBase64 StepActionResultEncoding = "base64"
+	StepUTF8   StepActionResultEncoding = "utf-8"
+)
+
+// Valid indicates whether the value is a known member of the StepActionResultEncoding enum.
+func (e StepActionResultEncoding) Valid() bool {
+	switch e {
+	case StepBase64:
+		return true
+	case StepUTF8:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for StepKeep.
+const (
+	KeepCheckpoint StepKeep = "checkpoint"
+	KeepNothing    StepKeep = "nothing"
+	KeepWorkspace  StepKeep = "workspace"
+)
+
+// Valid indicates whether the value is a known member of the StepKeep enum.
+func (e StepKeep) Valid() bool {
+	switch e {
+	case KeepCheckpoint:
+		return true
+	case KeepNothing:
+		return true
+	case KeepWorkspace:
 		return true
 	default:
 		return false
@@ -2054,7 +2097,8 @@ type Operation struct {
 	// Result Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
-	// PruneResult (prune_checkpoints).
+	// PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
+	// the actions that had ended).
 	Result    json.RawMessage `json:"result,omitempty,omitzero"`
 	StartedAt time.Time       `json:"started_at,omitempty,omitzero"`
 	State     OperationState  `json:"state"`
@@ -2799,6 +2843,183 @@ type StaleProcess struct {
 	Runtime string `json:"runtime"`
 }
 
+// StepAction At least a command or a file. The files are written before the command runs.
+type StepAction struct {
+	Checkpoint CreateCheckpointRequest `json:"checkpoint,omitempty,omitzero"`
+
+	// Command Program and arguments, as for `exec`.
+	Command []string `json:"command,omitempty,omitzero"`
+
+	// Cwd As for `exec`.
+	Cwd string `json:"cwd,omitempty,omitzero"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env   Env        `json:"env,omitempty,omitzero"`
+	Files []StepFile `json:"files,omitempty,omitzero"`
+
+	// Keep What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
+	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
+	// the action, the exit code and the score.
+	Keep StepKeep `json:"keep,omitempty,omitzero"`
+
+	// Name Of the workspace.
+	Name Name `json:"name,omitempty,omitzero"`
+
+	// OnlyIf Keep something only if all of this holds. The score is what the last line of the standard
+	// output has as JSON: a number, or an object with a number `score`. A command without a score
+	// meets no condition about it.
+	OnlyIf StepCondition `json:"only_if,omitempty,omitzero"`
+
+	// Stdin Text that the program gets as input. Not together with `stdin_base64`.
+	Stdin string `json:"stdin,omitempty,omitzero"`
+
+	// StdinBase64 The same for bytes that are not UTF-8.
+	StdinBase64 []byte `json:"stdin_base64,omitempty,omitzero"`
+
+	// TimeoutMS Kill the command's processes after this time. Default: 60000.
+	TimeoutMS int64 `json:"timeout_ms,omitempty,omitzero"`
+
+	// User As for `exec`.
+	User string `json:"user,omitempty,omitzero"`
+}
+
+// StepActionResult With `problem`, the action failed and left nothing behind. Without it, the files were
+// written and the command has ended, whatever its exit code is.
+type StepActionResult struct {
+	// CheckpointID The node, if `kept` is `checkpoint`.
+	CheckpointID CheckpointID `json:"checkpoint_id,omitempty,omitzero"`
+
+	// Encoding Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8.
+	Encoding StepActionResultEncoding `json:"encoding,omitempty,omitzero"`
+
+	// ExitCode 128 + signal if a signal ended it. Absent without a command.
+	ExitCode *int `json:"exit_code,omitempty"`
+
+	// Index Position in the request, from 0.
+	Index int `json:"index"`
+
+	// Kept What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
+	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
+	// the action, the exit code and the score.
+	Kept    StepKeep `json:"kept"`
+	Problem *Failure `json:"problem,omitempty"`
+
+	// Score See `StepCondition`.
+	Score *float64 `json:"score,omitempty"`
+
+	// Signal The signal that ended it.
+	//
+	// Example: SIGKILL
+	Signal string `json:"signal,omitempty,omitzero"`
+
+	// Stderr Likewise.
+	Stderr string `json:"stderr,omitempty,omitzero"`
+
+	// StderrTruncated The beginning is missing.
+	StderrTruncated bool `json:"stderr_truncated,omitempty,omitzero"`
+
+	// Stdout The last 64 KiB, or less with more than 32 actions: all results of a step have room for 4 MiB.
+	Stdout string `json:"stdout,omitempty,omitzero"`
+
+	// StdoutTruncated The beginning is missing.
+	StdoutTruncated bool `json:"stdout_truncated,omitempty,omitzero"`
+	TimedOut        bool `json:"timed_out,omitempty,omitzero"`
+
+	// Timings Stages in the order in which they ended.
+	Timings Timings `json:"timings"`
+
+	// WorkspaceID The workspace that was forked. It is there only if `kept` is `workspace`.
+	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
+}
+
+// StepActionResultEncoding Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8.
+type StepActionResultEncoding string
+
+// StepCondition Keep something only if all of this holds. The score is what the last line of the standard
+// output has as JSON: a number, or an object with a number `score`. A command without a score
+// meets no condition about it.
+type StepCondition struct {
+	ExitCode *int `json:"exit_code,omitempty"`
+
+	// MaxScore Inclusive.
+	MaxScore *float64 `json:"max_score,omitempty"`
+
+	// MinScore Inclusive.
+	MinScore *float64 `json:"min_score,omitempty"`
+}
+
+// StepEvent A line of a streamed step.
+type StepEvent struct {
+	Action      *StepActionResult `json:"action,omitempty"`
+	OperationID OperationID       `json:"operation_id"`
+
+	// Problem Why the operation failed; only in the last line.
+	Problem *Failure `json:"problem,omitempty"`
+
+	// State Only in the last line.
+	State OperationState `json:"state,omitempty,omitzero"`
+}
+
+// StepFile defines model for StepFile.
+type StepFile struct {
+	// Content Text. Not together with `content_base64`.
+	Content string `json:"content,omitempty,omitzero"`
+
+	// ContentBase64 The same for bytes that are not UTF-8.
+	ContentBase64 []byte `json:"content_base64,omitempty,omitzero"`
+
+	// Mode Octal. Default: 0644.
+	Mode string `json:"mode,omitempty,omitzero"`
+
+	// Path Absolute. Missing directories are made.
+	Path string `json:"path"`
+
+	// User Write it as this user, with the user's rights. Default: root.
+	User string `json:"user,omitempty,omitzero"`
+}
+
+// StepKeep What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
+// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
+// the action, the exit code and the score.
+type StepKeep string
+
+// StepRequest defines model for StepRequest.
+type StepRequest struct {
+	Actions []StepAction `json:"actions"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env Env `json:"env,omitempty,omitzero"`
+
+	// Grants Which present grants of the parent workspace the children have, each with its own
+	// placeholder: `inherit` (the default), `none`, or a list of their ids.
+	Grants Grants `json:"grants,omitempty,omitzero"`
+
+	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
+	Labels  Labels         `json:"labels,omitempty,omitzero"`
+	Network NetworkRequest `json:"network,omitempty,omitzero"`
+
+	// Parallel How many actions may have a workspace at the same time. Default: 8.
+	Parallel int `json:"parallel,omitempty,omitzero"`
+
+	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
+	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
+}
+
+// StepResult defines model for StepResult.
+type StepResult struct {
+	// Actions In the order of the request. Empty if the results are older than a day.
+	Actions []StepActionResult `json:"actions"`
+
+	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+	OperationID  OperationID  `json:"operation_id"`
+
+	// Timings Stages in the order in which they ended.
+	Timings Timings `json:"timings"`
+}
+
 // StoreData defines model for StoreData.
 type StoreData struct {
 	// Bytes Bytes of these frames.
@@ -3320,6 +3541,15 @@ type RestoreCheckpointParams struct {
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
 }
 
+// StepCheckpointParams defines parameters for StepCheckpoint.
+type StepCheckpointParams struct {
+	// Wait Wait up to this many seconds for the operation. Default: 60.
+	Wait *Wait `form:"wait,omitempty" json:"wait,omitempty"`
+
+	// IdempotencyKey Identifies this request, so that a repeat of it creates nothing new; see Repeats. Printable ASCII.
+	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
 // GetTreeParams defines parameters for GetTree.
 type GetTreeParams struct {
 	// Limit Items on a page. Default: 100.
@@ -3614,6 +3844,9 @@ type RestoreCheckpointJSONRequestBody = RestoreCheckpointRequest
 // PutRetentionJSONRequestBody defines body for PutRetention for application/json ContentType.
 type PutRetentionJSONRequestBody = RetentionPolicy
 
+// StepCheckpointJSONRequestBody defines body for StepCheckpoint for application/json ContentType.
+type StepCheckpointJSONRequestBody = StepRequest
+
 // CreateProjectJSONRequestBody defines body for CreateProject for application/json ContentType.
 type CreateProjectJSONRequestBody = CreateProjectRequest
 
@@ -3733,6 +3966,9 @@ type ServerInterface interface {
 	// PutRetention Store a policy, which the server applies about every minute
 	// (PUT /v1/checkpoints/{checkpoint_id}/retention)
 	PutRetention(ctx echo.Context, checkpointID CheckpointID) error
+	// StepCheckpoint Try several actions from a checkpoint
+	// (POST /v1/checkpoints/{checkpoint_id}/step)
+	StepCheckpoint(ctx echo.Context, checkpointID CheckpointID, params StepCheckpointParams) error
 	// GetTree List a checkpoint and all its descendants
 	// (GET /v1/checkpoints/{checkpoint_id}/tree)
 	GetTree(ctx echo.Context, checkpointID CheckpointID, params GetTreeParams) error
@@ -4502,6 +4738,48 @@ func (w *ServerInterfaceWrapper) PutRetention(ctx echo.Context) error {
 
 	// Invoke the callback with all the unmarshaled arguments
 	err = w.Handler.PutRetention(ctx, checkpointID)
+	return err
+}
+
+// StepCheckpoint converts echo context to params.
+func (w *ServerInterfaceWrapper) StepCheckpoint(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "checkpoint_id" -------------
+	var checkpointID CheckpointID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "checkpoint_id", ctx.Param("checkpoint_id"), &checkpointID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter checkpoint_id: %s", err))
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params StepCheckpointParams
+	// ------------- Optional query parameter "wait" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", ctx.QueryParams(), &params.Wait, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter wait: %s", err))
+	}
+
+	headers := ctx.Request().Header
+	// ------------- Optional header parameter "Idempotency-Key" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Idempotency-Key")]; found {
+		var IdempotencyKey IdempotencyKey
+		n := len(valueList)
+		if n != 1 {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Expected one value for Idempotency-Key, got %d", n))
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Idempotency-Key", valueList[0], &IdempotencyKey, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter Idempotency-Key: %s", err))
+		}
+
+		params.IdempotencyKey = IdempotencyKey
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.StepCheckpoint(ctx, checkpointID, params)
 	return err
 }
 
@@ -6118,6 +6396,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.PATCH(options.BaseURL+"/v1/checkpoints/:checkpoint_id", wrapper.PatchCheckpoint, options.OperationMiddlewares["patchCheckpoint"]...)
 	router.POST(options.BaseURL+"/v1/checkpoints/:checkpoint_id/fork", wrapper.ForkCheckpoint, options.OperationMiddlewares["forkCheckpoint"]...)
 	router.POST(options.BaseURL+"/v1/checkpoints/:checkpoint_id/restore", wrapper.RestoreCheckpoint, options.OperationMiddlewares["restoreCheckpoint"]...)
+	router.POST(options.BaseURL+"/v1/checkpoints/:checkpoint_id/step", wrapper.StepCheckpoint, options.OperationMiddlewares["stepCheckpoint"]...)
 	router.POST(options.BaseURL+"/v1/checkpoints/:checkpoint_id/prune", wrapper.PruneCheckpoints, options.OperationMiddlewares["pruneCheckpoints"]...)
 	router.DELETE(options.BaseURL+"/v1/checkpoints/:checkpoint_id/retention", wrapper.DeleteRetention, options.OperationMiddlewares["deleteRetention"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/retention", wrapper.GetRetention, options.OperationMiddlewares["getRetention"]...)
@@ -6960,6 +7239,104 @@ type PutRetentiondefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response PutRetentiondefaultApplicationProblemPlusJSONResponse) VisitPutRetentionResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type StepCheckpointRequestObject struct {
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+	Params       StepCheckpointParams
+	Body         *StepCheckpointJSONRequestBody
+}
+
+type StepCheckpointResponseObject interface {
+	VisitStepCheckpointResponse(w http.ResponseWriter) error
+}
+
+type StepCheckpoint200JSONResponse StepResult
+
+func (response StepCheckpoint200JSONResponse) VisitStepCheckpointResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type StepCheckpoint200ApplicationXNdjsonResponse struct {
+	Body          io.Reader
+	ContentLength int64
+}
+
+func (response StepCheckpoint200ApplicationXNdjsonResponse) VisitStepCheckpointResponse(w http.ResponseWriter) error {
+
+	w.Header().Set("Content-Type", "application/x-ndjson")
+	if response.ContentLength != 0 {
+		w.Header().Set("Content-Length", fmt.Sprint(response.ContentLength))
+	}
+	w.WriteHeader(200)
+
+	if closer, ok := response.Body.(io.ReadCloser); ok {
+		defer closer.Close()
+	}
+	flusher, ok := w.(http.Flusher)
+	if !ok {
+		// If w doesn't support flushing, fall back to io.Copy.
+		_, err := io.Copy(w, response.Body)
+		return err
+	}
+	// text/event-stream messages are typically small; use a
+	// modest buffer and flush after each chunk so clients see
+	// events immediately instead of waiting on OS buffering.
+	buf := make([]byte, 4096)
+	for {
+		n, err := response.Body.Read(buf)
+		if n > 0 {
+			if _, writeErr := w.Write(buf[:n]); writeErr != nil {
+				return writeErr
+			}
+			flusher.Flush()
+		}
+		if err != nil {
+			if err == io.EOF {
+				return nil
+			}
+			return err
+		}
+	}
+}
+
+type StepCheckpoint202JSONResponse struct{ AcceptedJSONResponse }
+
+func (response StepCheckpoint202JSONResponse) VisitStepCheckpointResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(202)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type StepCheckpointdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response StepCheckpointdefaultApplicationProblemPlusJSONResponse) VisitStepCheckpointResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -9572,6 +9949,9 @@ type StrictServerInterface interface {
 	// PutRetention Store a policy, which the server applies about every minute
 	// (PUT /v1/checkpoints/{checkpoint_id}/retention)
 	PutRetention(ctx context.Context, request PutRetentionRequestObject) (PutRetentionResponseObject, error)
+	// StepCheckpoint Try several actions from a checkpoint
+	// (POST /v1/checkpoints/{checkpoint_id}/step)
+	StepCheckpoint(ctx context.Context, request StepCheckpointRequestObject) (StepCheckpointResponseObject, error)
 	// GetTree List a checkpoint and all its descendants
 	// (GET /v1/checkpoints/{checkpoint_id}/tree)
 	GetTree(ctx context.Context, request GetTreeRequestObject) (GetTreeResponseObject, error)
@@ -10359,6 +10739,55 @@ func (sh *strictHandler) PutRetention(ctx echo.Context, checkpointID CheckpointI
 		return err
 	} else if validResponse, ok := response.(PutRetentionResponseObject); ok {
 		return validResponse.VisitPutRetentionResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// StepCheckpoint operation middleware
+func (sh *strictHandler) StepCheckpoint(ctx echo.Context, checkpointID CheckpointID, params StepCheckpointParams) error {
+	var request StepCheckpointRequestObject
+
+	request.CheckpointID = checkpointID
+	request.Params = params
+
+	var body StepCheckpointJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.StepCheckpoint(ctx.Request().Context(), request.(StepCheckpointRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "StepCheckpoint")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(StepCheckpointResponseObject); ok {
+		return validResponse.VisitStepCheckpointResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

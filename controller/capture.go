@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -34,9 +33,18 @@ type capturing struct {
 	as func(ctx context.Context, tx Tx, in captureInput, attempt int) (kind, error)
 }
 
-// capture begins when no other capture of the workspace runs: checkpoints of one workspace take turns.
+// capture captures a workspace, and waits for the end.
 func (c *Controller) capture(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration, what capturing) (Answer, error) {
-	return c.queue(ctx, project, wait, func(ctx context.Context) (t *task, err error) {
+	t, err := c.beginCaptureInTurn(ctx, project, id, wait, what)
+	if err != nil {
+		return Answer{}, err
+	}
+	return t.Await(ctx, wait)
+}
+
+// beginCaptureInTurn begins a capture when no other one of the workspace runs: checkpoints of one workspace take turns.
+func (c *Controller) beginCaptureInTurn(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration, what capturing) (*task, error) {
+	return c.operations.Queue(ctx, project, wait, func(ctx context.Context) (t *task, err error) {
 		err = c.whenReady(ctx, project, id, func() error {
 			t, err = c.beginCapture(ctx, project, id, what)
 			return err
@@ -172,7 +180,7 @@ func (c *Controller) captureFailed(ctx context.Context, t *task, k kind, sandbox
 func (c *Controller) whenReady(ctx context.Context, project core.ProjectID, id core.WorkspaceID, do func() error) error {
 	until := time.Now().Add(c.cfg.CaptureWait)
 	for {
-		changed := c.captures.next(id)
+		changed := c.captures.Next(id)
 		err := do()
 		if code := core.CodeOf(err); code != core.CodeWorkspaceNotReady && code != core.CodeStateConflict {
 			return err
@@ -196,36 +204,5 @@ func (c *Controller) whenReady(ctx context.Context, project core.ProjectID, id c
 		if ctx.Err() != nil {
 			return err
 		}
-	}
-}
-
-// captureEnds wakes those who wait until a capture of a workspace by this controller ends. The zero value is ready.
-type captureEnds struct {
-	// mu guards ends.
-	mu   sync.Mutex
-	ends map[core.WorkspaceID]chan struct{}
-}
-
-// next returns a channel that is closed when the next capture of the workspace ends.
-func (c *captureEnds) next(id core.WorkspaceID) <-chan struct{} {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	ch, ok := c.ends[id]
-	if !ok {
-		if c.ends == nil {
-			c.ends = map[core.WorkspaceID]chan struct{}{}
-		}
-		ch = make(chan struct{})
-		c.ends[id] = ch
-	}
-	return ch
-}
-
-func (c *captureEnds) ended(id core.WorkspaceID) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if ch, ok := c.ends[id]; ok {
-		close(ch)
-		delete(c.ends, id)
 	}
 }

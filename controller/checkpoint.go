@@ -30,7 +30,7 @@ func asCheckpoint(_ context.Context, _ Tx, in captureInput, _ int) (kind, error)
 }
 
 func (k *createCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
-	defer c.captures.ended(t.Op().WorkspaceID)
+	defer c.captures.Ended(t.Op().WorkspaceID)
 	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/controller/attestations"
+	"github.com/coppice-dev/coppice/controller/captures"
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/events"
@@ -28,12 +29,13 @@ import (
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/settings"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
-	"github.com/coppice-dev/coppice/controller/sweep"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/controller/tree"
+	"github.com/coppice-dev/coppice/controller/upkeep"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/mtls"
@@ -145,6 +147,7 @@ type Controller struct {
 	Events  *events.Feed // of workspaces, checkpoints and operations
 	Tenancy *tenancy.Manager
 	Tree    *tree.Tree // of checkpoints
+	Steps   *steps.Stepper
 
 	cfg     Config
 	store   ownStore
@@ -152,11 +155,11 @@ type Controller struct {
 	log     *slog.Logger
 
 	operations *engine
-	captures   captureEnds
+	captures   captures.Ends
 
 	metrics  *metrics
 	journal  *flows.Journal
-	marks    sweep.Marks
+	upkeep   *upkeep.Keeper
 	secrets  *secretstore.Keeper
 	dataKeys *datakeys.Keeper
 	grants   *grants.Manager
@@ -202,6 +205,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	}
 	c.attestations = newAttestations(c)
 	c.forks = newForks(c)
+	c.Steps = newSteps(c)
 	return c
 }
 

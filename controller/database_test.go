@@ -132,6 +132,9 @@ func (s *lossyStore) InTx(ctx context.Context, scope controller.Scope, fn func(c
 func TestCommitAnswerIsLost(t *testing.T) {
 	t.Parallel()
 	for name, kind := range kinds() {
+		if strings.HasPrefix(name, "step") { // it begins other operations under the same request; TestKilledStep loses answers of commits
+			continue
+		}
 		for nth := 1; nth <= 4; nth++ {
 			t.Run(fmt.Sprintf("%s/%d", name, nth), func(t *testing.T) {
 				t.Parallel()

@@ -152,6 +152,9 @@ func kinds() map[string]struct {
 			}
 			return w.Resume(w.t.Context(), w.project, ws.ID, 0)
 		}},
+		"step, forking":   {runnertest.PointFork, startStep},
+		"step, capturing": {runnertest.PointCapture, startStep},
+		"step, dropping":  {runnertest.PointDeleteSandbox, startStep},
 		"terminate": {runnertest.PointDeleteSandbox, func(w *world, ws controller.Workspace, _ controller.Checkpoint) (controller.Answer, error) {
 			return w.Terminate(w.t.Context(), w.project, ws.ID, 0)
 		}},

@@ -29,7 +29,7 @@ func newJournal(c *Controller) *flows.Journal {
 
 // tidyFlows is the periodic job that keeps the journal's partitions and its counts.
 func (c *Controller) tidyFlows(ctx context.Context) error {
-	return c.parts(ctx,
+	return sweep.Parts(ctx, c.jobFailed,
 		sweep.Part{Name: "flow_partitions", Do: c.journal.MakePartitions},
 		sweep.Part{Name: "fold_flow_counts", Do: c.journal.FoldCounts},
 		sweep.Part{Name: "flow_counts", Do: c.journal.RemoveOldCounts})

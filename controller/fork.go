@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -26,6 +27,8 @@ type ForkRequest struct {
 	Labels       map[string]string
 	TTL          time.Duration // 0: none
 	IdlePolicy   IdlePolicy
+
+	admitted steps.Note // runs in the transaction that begins a fork of one workspace; nil: nothing does
 }
 
 func (r ForkRequest) names() ([]string, error) {
@@ -59,8 +62,10 @@ type restoreCheckpoint struct{ forkInput }
 
 // ForkCheckpoint forks workspaces from a checkpoint.
 func (c *Controller) ForkCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
-	return c.fork(ctx, project, OpForkCheckpoint, func(in forkInput) kind { return &forkCheckpoint{in} }, id, req, wait)
+	return c.fork(ctx, project, OpForkCheckpoint, asFork, id, req, wait)
 }
+
+func asFork(in forkInput) kind { return &forkCheckpoint{in} }
 
 // RestoreCheckpoint restores one workspace, with a name, from a checkpoint.
 func (c *Controller) RestoreCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
@@ -68,14 +73,23 @@ func (c *Controller) RestoreCheckpoint(ctx context.Context, project core.Project
 	return c.fork(ctx, project, OpRestoreCheckpoint, func(in forkInput) kind { return &restoreCheckpoint{in} }, id, req, wait)
 }
 
-// fork begins an operation that forks or restores a checkpoint. as makes its kind.
+// fork forks or restores a checkpoint, and waits for the end.
 func (c *Controller) fork(ctx context.Context, project core.ProjectID, of OperationKind, as func(forkInput) kind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
-	names, err := req.names()
+	t, err := c.beginFork(ctx, project, of, as, id, req, wait)
 	if err != nil {
 		return Answer{}, err
 	}
+	return t.Await(ctx, wait)
+}
+
+// beginFork begins an operation that forks or restores a checkpoint. as makes its kind.
+func (c *Controller) beginFork(ctx context.Context, project core.ProjectID, of OperationKind, as func(forkInput) kind, id core.CheckpointID, req ForkRequest, wait time.Duration) (*task, error) {
+	names, err := req.names()
+	if err != nil {
+		return nil, err
+	}
 	op := Operation{ProjectID: project, Kind: of, Step: "fork", CheckpointID: id}
-	admit := func(ctx context.Context, tx Tx, _ *Operation, attempt int) (kind, error) {
+	admit := func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
 		tx.LockCheckpoint(id)
 		tx.HoldRules(project)
 		source, err := c.source(ctx, tx, id)
@@ -103,11 +117,16 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, of Operat
 		if err := inheritPreviews(ctx, tx, source, children); err != nil {
 			return nil, err
 		}
+		if req.admitted != nil {
+			if err := req.admitted(ctx, tx, steps.Begun{Operation: op.ID, Workspace: children[0].ID}); err != nil {
+				return nil, err
+			}
+		}
 		return as(forkInput{
 			Children: childInputs(children), AllOrNothing: req.AllOrNothing, Source: id, plan: &forkcall.Plan{Children: children, Source: source},
 		}), nil
 	}
-	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
+	return c.operations.Queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
 }
 
 func notForkable(cp Checkpoint) error {

@@ -80,7 +80,7 @@ func (k *forkWorkspace) loadFork(ctx context.Context, c *Controller, t *task) (*
 // work writes the capture while the runner already forks the children. So the parent is
 // ready again at once, and the children do not wait for this.
 func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error {
-	defer c.captures.ended(t.Op().WorkspaceID)
+	defer c.captures.Ended(t.Op().WorkspaceID)
 	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
@@ -115,6 +115,6 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 
 // recordCapture writes the capture and the step, so that the parent continues.
 func (k *forkWorkspace) recordCapture(ctx context.Context, c *Controller, t *task, plan *capturePlan, got runnerapi.Checkpoint) error {
-	defer c.captures.ended(t.Op().WorkspaceID)
+	defer c.captures.Ended(t.Op().WorkspaceID)
 	return t.Advance(ctx, "fork", func(tx Tx) error { return k.record(ctx, tx, t, plan, got) })
 }

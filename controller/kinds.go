@@ -21,6 +21,7 @@ const (
 	OpSuspendWorkspace   OperationKind = "suspend_workspace"
 	OpResumeWorkspace    OperationKind = "resume_workspace"
 	OpPruneCheckpoints   OperationKind = "prune_checkpoints"
+	OpStepCheckpoint     OperationKind = "step_checkpoint"
 )
 
 // kind is one kind of operation. A value of it is the input of an operation, and its row keeps the
@@ -49,6 +50,7 @@ var kinds = map[OperationKind]func() kind{
 	OpSuspendWorkspace:   func() kind { return new(suspendWorkspace) },
 	OpResumeWorkspace:    func() kind { return new(resumeWorkspace) },
 	OpPruneCheckpoints:   func() kind { return new(pruneCheckpoints) },
+	OpStepCheckpoint:     func() kind { return new(stepCheckpoint) },
 }
 
 // kindOf reads the input of an operation from its row.
@@ -84,6 +86,11 @@ func (w work) Do(ctx context.Context, t *task) error { return w.kind.work(ctx, w
 // TakeBack implements operations.Work: workspaces that the operation should make are failed, a capture is failed, and the workspace that it
 // acted on gets its old state. Runners drop what they may have of the operation.
 func (w work) TakeBack(ctx context.Context, t *task, problem error) error {
+	if k, ok := w.kind.(*stepCheckpoint); ok {
+		if err := k.undo(ctx, w.c, t, problem); err != nil {
+			return err
+		}
+	}
 	return w.kind.made().takeBack(ctx, w.c, t, problem, func(ctx context.Context, tx Tx) error {
 		err := w.kind.takeBack(ctx, tx, t.Op())
 		if core.CodeOf(err) == core.CodeStateConflict {

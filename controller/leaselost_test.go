@@ -37,6 +37,11 @@ func TestStaleControllerUndoesNothing(t *testing.T) {
 		"the sandbox is unknown": core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no such sandbox"),
 	}
 	list := kinds()
+	for name := range list {
+		if strings.HasPrefix(name, "step") { // it terminates what it forks, so what the runner has changes in any case; TestKilledStep has steps
+			delete(list, name)
+		}
+	}
 	all := list["fork"]
 	all.start = func(w *world, _ controller.Workspace, cp controller.Checkpoint) (controller.Answer, error) {
 		return w.ForkCheckpoint(w.t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 3, AllOrNothing: true}, 0)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/operations"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -54,6 +55,7 @@ type Result struct {
 	Reseal     *core.ResealReport // of Workspace
 	Children   []Child
 	Prune      *PruneResult
+	Steps      []steps.Result // of the actions that have ended, by their order or their index
 }
 
 // Child is one child of a fork: either Workspace or Problem is set.
@@ -153,8 +155,11 @@ func (c *Controller) result(ctx context.Context, tx Tx, op Operation) (Result, e
 		}
 		result.Children = append(result.Children, next)
 	}
+	if op.Kind == OpStepCheckpoint {
+		result.Steps, err = tx.StepResults(ctx, op.ID, nil)
+	}
 	if out.Checkpoint == "" {
-		return result, nil
+		return result, err
 	}
 	cp, err := tx.Checkpoint(ctx, out.Checkpoint)
 	switch {

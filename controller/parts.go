@@ -24,11 +24,13 @@ import (
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/settings"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/controller/tree"
+	"github.com/coppice-dev/coppice/controller/upkeep"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -52,10 +54,12 @@ type AllTx interface {
 	sessions.Tx
 	settings.Tx
 	storecheck.Tx
+	steps.Tx
 	storegc.Tx
 	tenancy.Tx
 	transfer.Tx
 	tree.Tx
+	upkeep.Tx
 }
 
 // ownStore runs the transactions of the controller itself.
@@ -126,6 +130,9 @@ func (c *Controller) makeParts() {
 			return err
 		},
 	}, partStore[idle.Tx]{store, func(tx AllTx) idle.Tx { return tx }})
+	c.upkeep = upkeep.New(upkeep.Config{
+		EventsKept: c.cfg.EventsKept, FlowsKept: c.cfg.FlowsKept, AttestationsKept: c.cfg.AttestationsKept, Failed: c.jobFailed,
+	}, partStore[upkeep.Tx]{store, func(tx AllTx) upkeep.Tx { return tx }})
 	c.Keeper = sessions.New(c.sessionsConfig(), partStore[sessions.Tx]{store, func(tx AllTx) sessions.Tx { return tx }})
 	c.Rounds = retention.New(retention.Config{
 		Delete: c.pruneRound, Batch: retention.MaxDeletions, Log: c.log,

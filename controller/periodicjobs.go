@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/sessions"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/core"
@@ -27,14 +28,15 @@ func (c *Controller) periodicJobs() []PeriodicJob {
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
 		{Name: "overdue", Every: idle.Every, Do: c.idle.SuspendOverdue},
-		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
+		{Name: "partitions", Every: sweepInterval, Do: c.upkeep.MakePartitions},
 		{Name: "roll_usage", Every: sweepInterval, Do: c.Tenancy.RollUsage},
 		{Name: "sweep_tokens", Every: sweepInterval, Do: keeper.SweepTokens},
-		{Name: "prune", Every: sweepInterval, Do: c.pruneDeleted},
+		{Name: "prune", Every: sweepInterval, Do: c.upkeep.PruneDeleted},
 		{Name: "sessions", Every: sessions.Every, Do: keeper.Sweep},
 		{Name: "count_sessions", Every: sessions.Every, Do: keeper.Count},
 		{Name: "seal_audit", Every: tenancy.AuditEvery, Do: c.Tenancy.CloseAudit},
-		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
+		{Name: "sweep_keys", Every: sweepInterval, Do: c.upkeep.SweepKeys},
+		{Name: "sweep_steps", Every: steps.Every, Do: c.Steps.Sweep},
 		{Name: "abandon_seals", Every: abandonEvery, Do: sealer.Abandon},
 		{Name: "abandon_imports", Every: abandonEvery, Do: transfers.AbandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.Events.Tidy},
@@ -48,13 +50,16 @@ func (c *Controller) periodicJobs() []PeriodicJob {
 		list[i].Do = func(ctx context.Context) error {
 			err := job.Do(ctx)
 			if err != nil {
-				c.metrics.jobsFailed.WithLabelValues(job.Name).Inc()
+				c.jobFailed(job.Name)
 			}
 			return err
 		}
 	}
 	return list
 }
+
+// jobFailed counts a failure of a periodic job, or of a part of one.
+func (c *Controller) jobFailed(name string) { c.metrics.jobsFailed.WithLabelValues(name).Inc() }
 
 // periodicJobsLoop takes part in the periodic jobs whenever the database is reachable.
 func (c *Controller) periodicJobsLoop(ctx context.Context) {

@@ -10,8 +10,10 @@ import (
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/identity"
 	"github.com/coppice-dev/coppice/controller/idle"
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/operations"
 	"github.com/coppice-dev/coppice/controller/previews"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -20,11 +22,7 @@ import (
 var ErrTemplateExists = core.Errorf(core.AlreadyExists, "TEMPLATE_EXISTS", "the template exists already")
 
 // VersionConflictError refuses a compare-and-set whose version is not the present one.
-type VersionConflictError struct {
-	Object  string // "checkpoint ckpt_…"
-	Asked   int64
-	Current int64
-}
+type VersionConflictError = model.VersionConflictError
 
 // Store is the database. All of its errors are core errors: an unreachable database is Unavailable,
 // DATABASE_UNAVAILABLE. It is safe for concurrent use.
@@ -68,8 +66,8 @@ type Tx interface {
 	idle.CheckTx
 	previews.InheritTx
 	SessionTx
-	SweepTx
 	FleetTx
+	steps.AdmitTx
 }
 
 // WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in
@@ -156,50 +154,10 @@ type SessionTx interface {
 	MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error
 }
 
-// SweepTx removes old rows and makes partitions.
-type SweepTx interface {
-	// SweepKeys removes at most limit expired idempotency keys and returns how many it has removed.
-	SweepKeys(ctx context.Context, limit int) (int, error)
-	// MakePartitions makes the next partitions of a table. It moves the rows of the default
-	// partition that are in the way and not older than keep, about batch rows in one call. It
-	// returns how many rows it has moved. Call it again until it returns 0.
-	MakePartitions(ctx context.Context, table PartitionedTable, keep time.Duration, batch int) (moved int, err error)
-	// PruneDeleted looks at the next deleted checkpoints with ids above after, at most limit of
-	// them. It stops showing those that are nobody's ancestors. It returns the last one that it has
-	// looked at, or an empty id if there are no more.
-	PruneDeleted(ctx context.Context, after core.CheckpointID, limit int) (last core.CheckpointID, err error)
-}
-
-// PartitionedTable is a table whose partitions are made in advance.
-type PartitionedTable string
-
-// The tables with partitions.
-const (
-	TableReseals      PartitionedTable = "reseal_reports"
-	TableUsage        PartitionedTable = "usage_samples"
-	TableAudit        PartitionedTable = "audit_records"
-	TableAttestations PartitionedTable = "attestations"
-	TableFlows        PartitionedTable = "flows"
-	TableEvents       PartitionedTable = "events"
-)
-
 // FleetTx is the part of the fleet that operations and periodic jobs need. All of its rows belong to the system.
 type FleetTx interface {
 	fleet.PlaceTx
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
 	// Reachable reports whether there is a runner with a lease.
 	Reachable(ctx context.Context) (bool, error)
-}
-
-// Error says what to do about the conflict.
-func (e *VersionConflictError) Error() string {
-	return e.core().Error()
-}
-
-// Unwrap gives the core error that callers see.
-func (e *VersionConflictError) Unwrap() error { return e.core() }
-
-func (e *VersionConflictError) core() *core.Error {
-	return core.Errorf(core.Conflict, core.CodeVersionConflict,
-		"%s is at version %d, not %d: read it again and repeat the change", e.Object, e.Current, e.Asked)
 }

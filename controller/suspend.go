@@ -38,7 +38,7 @@ func suspension(only func(ctx context.Context, tx Tx) error) capturing {
 }
 
 func (k *suspendWorkspace) work(ctx context.Context, c *Controller, t *task) error {
-	defer c.captures.ended(t.Op().WorkspaceID)
+	defer c.captures.Ended(t.Op().WorkspaceID)
 	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err

@@ -92,7 +92,7 @@ func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) e
 // work does not end before the runner has taken every sandbox of the
 // workspace down, or has been silent for so long that it has done so by itself.
 func (k *terminateWorkspace) work(ctx context.Context, c *Controller, t *task) error {
-	defer c.captures.ended(t.Op().WorkspaceID)
+	defer c.captures.Ended(t.Op().WorkspaceID)
 	var sandboxes []Sandbox
 	err := t.Load(ctx, func(tx Tx) error {
 		var err error

@@ -1,8 +1,10 @@
 package guestclient
 
 import (
+	"bytes"
 	"context"
 	"net/http"
+	"net/url"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/model"
@@ -68,10 +70,39 @@ var boundFile = boundjson.Bound{
 
 // The routes of the agent that change files.
 const (
+	pathFiles   = "/v1/files"
+	pathFilesAs = "/v1/files/content" // of requests that agents without users must refuse
 	pathMakeDir = "/v1/files/mkdir"
 	pathRename  = "/v1/files/rename"
 	pathXAttrs  = "/v1/files/xattrs"
 )
+
+// PutFile is a file to write. Missing directories are made.
+type PutFile struct {
+	Path    string `json:"path"`
+	Content []byte `json:"content,omitempty"`
+	Mode    string `json:"mode,omitempty"` // octal; empty: 0644
+	User    string `json:"user,omitempty"` // writes it, with its rights; empty: root
+}
+
+// PutFile writes a file. The agent writes it beside the target and renames it, so a repeat does no harm.
+func (c *Client) PutFile(ctx context.Context, s model.Sandbox, f PutFile) error {
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
+	defer cancel()
+	path, q := pathFiles, url.Values{"path": {f.Path}, "mkdirs": {"1"}}
+	if f.Mode != "" {
+		q.Set("mode", f.Mode)
+	}
+	if f.User != "" {
+		path = pathFilesAs
+		q.Set("user", f.User)
+	}
+	res, err := c.ask(ctx, s, http.MethodPut, path, q, contentRaw, bytes.NewReader(f.Content))
+	if err != nil {
+		return err
+	}
+	return res.Body.Close()
+}
 
 // MakeDirectory makes a directory.
 func (c *Client) MakeDirectory(ctx context.Context, s model.Sandbox, req MakeDirectory) (MadeDirectory, error) {

@@ -51,6 +51,7 @@ const (
 	pathProcesses = "/v1/processes"
 	headerContent = "Content-Type"
 	contentJSON   = "application/json"
+	contentRaw    = "application/octet-stream"
 )
 
 // answer has the destination of a guest's answer, and the bound of the answer.

@@ -34,19 +34,19 @@ func (c *Client) roomFor(ctx context.Context, account *boundjson.Account, n int)
 	return nil
 }
 
-// Output reads the end of the kept output of a stream.
-func (c *Client) Output(ctx context.Context, s model.Sandbox, id core.SessionID, stream string, first, end int64) ([]byte, bool, error) {
+// Output reads the end of the kept output of a stream: at most the last bytes, and no more than MaxOutput.
+func (c *Client) Output(ctx context.Context, s model.Sandbox, id core.SessionID, stream string, first, end int64, most int) ([]byte, bool, error) {
 	if end <= 0 {
 		return nil, false, nil
 	}
 	if first > end {
 		return nil, false, core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest's agent reports output of session %s that begins after its end", id)
 	}
-	offset := max(first, end-MaxOutput, 0)
+	offset := max(first, end-int64(most), 0)
 	q := url.Values{"stream": {stream}, "offset": {strconv.FormatInt(offset, 10)}}
 	account := c.bytes.Open(string(s.ProjectID))
 	defer account.Close()
-	if err := c.roomFor(ctx, account, int(min(end-offset, MaxOutput))); err != nil {
+	if err := c.roomFor(ctx, account, int(min(end-offset, int64(most)))); err != nil {
 		return nil, false, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
@@ -56,7 +56,7 @@ func (c *Client) Output(ctx context.Context, s model.Sandbox, id core.SessionID,
 		return nil, false, err
 	}
 	defer res.Body.Close()
-	b, err := io.ReadAll(boundjson.Charged(io.LimitReader(res.Body, MaxOutput), account))
+	b, err := io.ReadAll(boundjson.Charged(io.LimitReader(res.Body, int64(most)), account))
 	if err != nil {
 		if ctx.Err() != nil || errors.Is(err, boundjson.ErrFull) {
 			return nil, false, fault(ctx, err)

@@ -82,6 +82,7 @@ var routes = map[string]access{
 	"deleteCheckpoint":         needs(controller.RateWrite, core.ScopeCheckpointDelete),
 	"forkCheckpoint":           needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"restoreCheckpoint":        needs(controller.RateWrite, core.ScopeWorkspaceCreate),
+	"stepCheckpoint":           needs(controller.RateWrite, core.ScopeWorkspaceCreate, core.ScopeWorkspaceExec, core.ScopeWorkspaceDelete, core.ScopeCheckpointCreate),
 	"pruneCheckpoints":         needs(controller.RateWrite, core.ScopeCheckpointDelete),
 	"getCheckpointUsage":       needs(controller.RateRead, core.ScopeCheckpointRead),
 	"getRetention":             needs(controller.RateRead, core.ScopeCheckpointRead),

@@ -12,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/httpapi/stepjson"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -217,7 +218,7 @@ func unfinishedOf(o controller.Operation) api.Operation {
 func operationOf(a controller.Answer) (api.Operation, error) {
 	o := a.Operation
 	out := unfinishedOf(o)
-	if o.State != core.OperationSucceeded {
+	if o.State != core.OperationSucceeded && (o.Kind != controller.OpStepCheckpoint || !o.State.Done()) {
 		return out, nil
 	}
 	var body any
@@ -234,6 +235,8 @@ func operationOf(a controller.Answer) (api.Operation, error) {
 		body = restoreResultOf(a)
 	case controller.OpPruneCheckpoints:
 		body = pruneResultOf(a.Result.Prune)
+	case controller.OpStepCheckpoint:
+		body = stepjson.ResultOf(a.Operation, a.Result.Steps)
 	case controller.OpCreateTemplate:
 	}
 	if body == nil {

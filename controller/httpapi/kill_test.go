@@ -96,6 +96,10 @@ func TestKilledController(t *testing.T) {
 		"createWorkspace": operation, "forkCheckpoint": operation, "forkWorkspace": operation, "createCheckpoint": operation, "restoreWorkspace": operation,
 		"exec":       {"controller.before_launch", "controller.after_launch"},
 		"createPort": {"controller.before_port", "controller.after_port"},
+		"stepCheckpoint": append([]string{
+			"controller.before_launch", "controller.after_launch", "controller.after_step_fork", "controller.after_step_files", "controller.after_step_command",
+			"controller.after_step_capture", "controller.after_step_action",
+		}, operation...),
 	} {
 		for _, point := range points {
 			t.Run(id+" "+point, func(t *testing.T) {
@@ -152,6 +156,7 @@ var once = map[string]tally{
 	"restoreWorkspace": {operations: 1},
 	"exec":             {sessions: 1},
 	"createPort":       {ports: 1},
+	"stepCheckpoint":   {operations: 4, workspaces: 1, checkpoints: 1, sessions: 1}, // and a fork, a capture and a termination
 }
 
 func (w *world) counts() tally {

@@ -11,6 +11,9 @@ import (
 // GetOperation serves GET /v1/operations/{id}.
 func (s *server) GetOperation(ctx context.Context, r api.GetOperationRequestObject) (api.GetOperationResponseObject, error) {
 	a, err := s.control.Operation(ctx, projectOf(ctx), core.OperationID(r.OperationID), seconds(int64(r.Params.Wait)))
+	if err == nil {
+		err = s.withSteps(ctx, &a)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -39,6 +42,9 @@ func (s *server) ListOperations(ctx context.Context, r api.ListOperationsRequest
 // CancelOperation serves POST /v1/operations/{id}/cancel.
 func (s *server) CancelOperation(ctx context.Context, r api.CancelOperationRequestObject) (api.CancelOperationResponseObject, error) {
 	a, err := s.control.CancelOperation(ctx, projectOf(ctx), core.OperationID(r.OperationID), waitOf(r.Params.Wait))
+	if err == nil {
+		err = s.withSteps(ctx, &a)
+	}
 	if err != nil {
 		return nil, err
 	}

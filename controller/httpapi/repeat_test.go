@@ -55,6 +55,9 @@ var creating = map[string]func(ws api.Workspace, cp api.Checkpoint) (path, body,
 	"forkCheckpoint": func(_ api.Workspace, cp api.Checkpoint) (string, string, string) {
 		return "/v1/checkpoints/" + cp.ID + "/fork", `{"count":3}`, `{"count":1}`
 	},
+	"stepCheckpoint": func(_ api.Workspace, cp api.Checkpoint) (string, string, string) {
+		return "/v1/checkpoints/" + cp.ID + "/step", `{"actions":[{"files":[{"path":"/workspace/in","content":"x"}],"command":["inc"]}]}`, `{"actions":[{"command":["inc"]}]}`
+	},
 	"restoreCheckpoint": func(_ api.Workspace, cp api.Checkpoint) (string, string, string) {
 		return "/v1/checkpoints/" + cp.ID + "/restore", `{"workspace_name":"again"}`, `{}`
 	},

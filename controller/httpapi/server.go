@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi/stepjson"
 	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/tracing"
@@ -59,7 +60,7 @@ func (s *server) handler(bodyTime time.Duration) http.Handler {
 	e.HideBanner, e.HidePort = true, true
 	e.Binder = binder{}
 	e.HTTPErrorHandler = fail(s.log)
-	e.Use(s.observe, rules.authenticate(s.control, bodyTime), rules.audit(s.control), rules.check(bodyTime), rules.repeats)
+	e.Use(s.observe, rules.authenticate(s.control, bodyTime), rules.audit(s.control), rules.check(bodyTime), rules.repeats, stepjson.TakesLines)
 	api.RegisterHandlers(e, api.NewStrictHandler(s, []api.StrictMiddlewareFunc{boundCursors}))
 	s.registerStreams(e)
 	return e

@@ -25,6 +25,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/postgres/flowrows"
 	"github.com/coppice-dev/coppice/controller/postgres/grantrows"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
+	"github.com/coppice-dev/coppice/controller/postgres/steprows"
 	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -163,6 +164,7 @@ type tx struct {
 	fleetTx
 	flowTx
 	grantTx
+	stepTx
 	tenantTx
 }
 
@@ -172,6 +174,7 @@ type (
 	fleetTx  = fleetrows.Tx
 	flowTx   = flowrows.Tx
 	grantTx  = grantrows.Tx
+	stepTx   = steprows.Tx
 	tenantTx = tenantrows.Tx
 )
 
@@ -179,5 +182,5 @@ var _ controller.AllTx = (*tx)(nil)
 
 // newTx names no field of tx, so that none is forgotten.
 func newTx(t *pgtx.Tx) *tx {
-	return &tx{t, eventTx{Tx: t}, fleetTx{Tx: t}, flowTx{Tx: t}, grantTx{Tx: t}, tenantTx{Tx: t}}
+	return &tx{t, eventTx{Tx: t}, fleetTx{Tx: t}, flowTx{Tx: t}, grantTx{Tx: t}, stepTx{Tx: t}, tenantTx{Tx: t}}
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
+	"github.com/coppice-dev/coppice/controller/upkeep"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -76,7 +77,7 @@ func (t *tx) PruneDeleted(ctx context.Context, after core.CheckpointID, limit in
 }
 
 // MakePartitions has the owner do it: nobody else may.
-func (t *tx) MakePartitions(ctx context.Context, table controller.PartitionedTable, keep time.Duration, batch int) (int, error) {
+func (t *tx) MakePartitions(ctx context.Context, table upkeep.Table, keep time.Duration, batch int) (int, error) {
 	return pgtx.One[int](ctx, t, nil, `SELECT coppice_make_partitions_of(@table, make_interval(secs => @keep), @batch::int) AS moved`,
 		pgtx.Args{"table": string(table), "keep": keep.Seconds(), "batch": batch})
 }

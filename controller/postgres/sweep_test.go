@@ -10,13 +10,14 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/upkeep"
 	"github.com/coppice-dev/coppice/core"
 )
 
 const year = 365 * 24 * time.Hour
 
 // makePartitions calls until nothing is in the way, and returns how often something was.
-func (d *db) makePartitions(table controller.PartitionedTable, keep time.Duration, batch int) (calls int) {
+func (d *db) makePartitions(table upkeep.Table, keep time.Duration, batch int) (calls int) {
 	d.t.Helper()
 	for {
 		var n int
@@ -35,19 +36,19 @@ func (d *db) makePartitions(table controller.PartitionedTable, keep time.Duratio
 }
 
 // partitioned tells how to put rows of a time into a table, past its triggers.
-var partitioned = map[controller.PartitionedTable]struct{ column, insert string }{
-	controller.TableReseals: {"created_at", `INSERT INTO reseal_reports (project_id, workspace_id, sandbox_id, operation_id, checkpoint_id, generation, complete, steps, stale_processes, duration_ms, created_at)
+var partitioned = map[upkeep.Table]struct{ column, insert string }{
+	upkeep.Reseals: {"created_at", `INSERT INTO reseal_reports (project_id, workspace_id, sandbox_id, operation_id, checkpoint_id, generation, complete, steps, stale_processes, duration_ms, created_at)
 		SELECT '%[1]s', 'w', 's' || i, 'o', 'c', 'g', true, '[]', '[]', 1, %[2]s FROM generate_series(1, %[3]d) i`},
-	controller.TableUsage: {"created_at", `INSERT INTO usage_samples (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes, created_at)
+	upkeep.Usage: {"created_at", `INSERT INTO usage_samples (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes, created_at)
 		SELECT '%[1]s', 'w', 's' || i, 1, 1, 1, %[2]s FROM generate_series(1, %[3]d) i`},
-	controller.TableAudit: {"created_at", `INSERT INTO audit_records (project_id, request_id, actor, source, action, object_id, before, after, outcome, operation_id, created_at)
+	upkeep.Audit: {"created_at", `INSERT INTO audit_records (project_id, request_id, actor, source, action, object_id, before, after, outcome, operation_id, created_at)
 		SELECT '%[1]s', '', 'a', '', 'a', 'o', '', '', 'succeeded', '', %[2]s FROM generate_series(1, %[3]d) i`},
-	controller.TableAttestations: {"created_at", `INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope, created_at)
+	upkeep.Attestations: {"created_at", `INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope, created_at)
 		SELECT '%[1]s', 'w', 1, 's' || i, 'r', 'sha256:' || encode(sha256('x'), 'hex'), 'x', %[2]s FROM generate_series(1, %[3]d) i`},
-	controller.TableFlows: {"at", `INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason, status,
+	upkeep.Flows: {"at", `INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason, status,
 			sent_bytes, received_bytes)
 		SELECT '%[1]s', 'w', 's', 1, 'f' || i, %[2]s, true, true, 'http', 'a', 80, 'POST', '/', 'allowed', 'a', '', '', 200, 1, 1 FROM generate_series(1, %[3]d) i`},
-	controller.TableEvents: {"created_at", `INSERT INTO events (project_id, type, workspace_id, data, created_at)
+	upkeep.Events: {"created_at", `INSERT INTO events (project_id, type, workspace_id, data, created_at)
 		SELECT '%[1]s', 'workspace.ready', 'w', '{}', %[2]s FROM generate_series(1, %[3]d) i`},
 }
 
@@ -60,7 +61,7 @@ func TestPartitionsAfterALongTime(t *testing.T) {
 			t.Parallel()
 			d := newDB(t)
 			name, unit, rest := string(table), "month", string(table)+"_default"
-			if table == controller.TableEvents {
+			if table == upkeep.Events {
 				unit = "day"
 			}
 			for _, part := range d.partitions(name) {
@@ -115,7 +116,7 @@ func TestPartitionsAfterALongTime(t *testing.T) {
 				if d.number(`SELECT count(*) FROM `+part) == 0 {
 					continue
 				}
-				if _, err := d.conn().Exec(t.Context(), `DELETE FROM `+part); err == nil && table != controller.TableEvents && table != controller.TableUsage {
+				if _, err := d.conn().Exec(t.Context(), `DELETE FROM `+part); err == nil && table != upkeep.Events && table != upkeep.Usage {
 					t.Errorf("rows of %s can be deleted", part)
 				}
 			}
@@ -141,7 +142,7 @@ func TestPartitionsKeepAuditWhole(t *testing.T) {
 	template := d.template()
 	d.ready(d.project, template)
 	d.sealAll()
-	if calls := d.makePartitions(controller.TableAudit, year, 1); calls < 2 {
+	if calls := d.makePartitions(upkeep.Audit, year, 1); calls < 2 {
 		t.Errorf("%d batches", calls)
 	}
 	d.ready(d.project, template)

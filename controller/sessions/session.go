@@ -171,11 +171,27 @@ func (k *Keeper) Exec(ctx context.Context, project core.ProjectID, id core.Works
 	if err != nil {
 		return ExecResult{}, err
 	}
-	watch.Lap("start")
 	if claim := request.ClaimOf(ctx); claim != nil && claim.Replayed() && view.Guest.State != guestclient.Exited {
 		claim.SetReplayed(false)
 		return ExecResult{}, request.InProgress("the first request with this idempotency key has started session %s, which has not ended; wait for that", view.ID)
 	}
+	return k.finish(ctx, watch, view, w, req, guestclient.MaxOutput)
+}
+
+// ExecOnce runs a program to its end, and returns at most the last bytes of each output. A repeat under the same claim waits for the program
+// that the first call started.
+func (k *Keeper) ExecOnce(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest, output int) (ExecResult, error) {
+	watch := core.NewStopwatch()
+	view, w, err := k.startSession(ctx, project, id, req)
+	if err != nil {
+		return ExecResult{}, err
+	}
+	return k.finish(ctx, watch, view, w, req, min(output, guestclient.MaxOutput))
+}
+
+// finish waits for the end of a program that has started, and reads the last bytes of its outputs.
+func (k *Keeper) finish(ctx context.Context, watch *core.Stopwatch, view View, w model.Workspace, req guestclient.ExecRequest, output int) (_ ExecResult, err error) {
+	watch.Lap("start")
 	if view.Guest, err = k.execEnd(ctx, &w.Sandbox, view, req); err != nil {
 		return ExecResult{}, err
 	}
@@ -186,14 +202,14 @@ func (k *Keeper) Exec(ctx context.Context, project core.ProjectID, id core.Works
 	group.Go(func() error {
 		at := w.Sandbox
 		return k.throughStalls(ctx, view.Session, &at, func(s model.Sandbox) (err error) {
-			out.Stdout, out.StdoutTruncated, err = k.cfg.Guests.Output(ctx, s, view.GuestID, "stdout", g.StdoutFirst, g.StdoutBytes)
+			out.Stdout, out.StdoutTruncated, err = k.cfg.Guests.Output(ctx, s, view.GuestID, "stdout", g.StdoutFirst, g.StdoutBytes, output)
 			return err
 		})
 	})
 	group.Go(func() error {
 		at := w.Sandbox
 		return k.throughStalls(ctx, view.Session, &at, func(s model.Sandbox) (err error) {
-			out.Stderr, out.StderrTruncated, err = k.cfg.Guests.Output(ctx, s, view.GuestID, "stderr", g.StderrFirst, g.StderrBytes)
+			out.Stderr, out.StderrTruncated, err = k.cfg.Guests.Output(ctx, s, view.GuestID, "stderr", g.StderrFirst, g.StderrBytes, output)
 			return err
 		})
 	})

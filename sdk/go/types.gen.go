@@ -485,6 +485,7 @@ const (
 	OperationRestoreCheckpoint  OperationKind = "restore_checkpoint"
 	OperationRestoreWorkspace   OperationKind = "restore_workspace"
 	OperationResumeWorkspace    OperationKind = "resume_workspace"
+	OperationStepCheckpoint     OperationKind = "step_checkpoint"
 	OperationSuspendWorkspace   OperationKind = "suspend_workspace"
 	OperationTerminateWorkspace OperationKind = "terminate_workspace"
 )
@@ -507,6 +508,8 @@ func (e OperationKind) Valid() bool {
 	case OperationRestoreWorkspace:
 		return true
 	case OperationResumeWorkspace:
+		return true
+	case OperationStepCheckpoint:
 		return true
 	case OperationSuspendWorkspace:
 		return true
@@ -664,6 +667,45 @@ func (e SignalRequestTarget) Valid() bool {
 	case SignalProcess:
 		return true
 	case SignalSession:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for StepActionResultEncoding.
+const (
+	StepBase64 StepActionResultEncoding = "base64"
+	StepUTF8   StepActionResultEncoding = "utf-8"
+)
+
+// Valid indicates whether the value is a known member of the StepActionResultEncoding enum.
+func (e StepActionResultEncoding) Valid() bool {
+	switch e {
+	case StepBase64:
+		return true
+	case StepUTF8:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for StepKeep.
+const (
+	KeepCheckpoint StepKeep = "checkpoint"
+	KeepNothing    StepKeep = "nothing"
+	KeepWorkspace  StepKeep = "workspace"
+)
+
+// Valid indicates whether the value is a known member of the StepKeep enum.
+func (e StepKeep) Valid() bool {
+	switch e {
+	case KeepCheckpoint:
+		return true
+	case KeepNothing:
+		return true
+	case KeepWorkspace:
 		return true
 	default:
 		return false
@@ -1996,7 +2038,8 @@ type Operation struct {
 	// Result Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
-	// PruneResult (prune_checkpoints).
+	// PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
+	// the actions that had ended).
 	Result    json.RawMessage `json:"result,omitempty,omitzero"`
 	StartedAt time.Time       `json:"started_at,omitempty,omitzero"`
 	State     OperationState  `json:"state"`
@@ -2739,6 +2782,183 @@ type StaleProcess struct {
 
 	// Runtime openssl, node, java, python or go.
 	Runtime string `json:"runtime"`
+}
+
+// StepAction At least a command or a file. The files are written before the command runs.
+type StepAction struct {
+	Checkpoint CreateCheckpointRequest `json:"checkpoint,omitempty,omitzero"`
+
+	// Command Program and arguments, as for `exec`.
+	Command []string `json:"command,omitempty,omitzero"`
+
+	// Cwd As for `exec`.
+	Cwd string `json:"cwd,omitempty,omitzero"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env   Env        `json:"env,omitempty,omitzero"`
+	Files []StepFile `json:"files,omitempty,omitzero"`
+
+	// Keep What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
+	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
+	// the action, the exit code and the score.
+	Keep StepKeep `json:"keep,omitempty,omitzero"`
+
+	// Name Of the workspace.
+	Name Name `json:"name,omitempty,omitzero"`
+
+	// OnlyIf Keep something only if all of this holds. The score is what the last line of the standard
+	// output has as JSON: a number, or an object with a number `score`. A command without a score
+	// meets no condition about it.
+	OnlyIf StepCondition `json:"only_if,omitempty,omitzero"`
+
+	// Stdin Text that the program gets as input. Not together with `stdin_base64`.
+	Stdin string `json:"stdin,omitempty,omitzero"`
+
+	// StdinBase64 The same for bytes that are not UTF-8.
+	StdinBase64 []byte `json:"stdin_base64,omitempty,omitzero"`
+
+	// TimeoutMS Kill the command's processes after this time. Default: 60000.
+	TimeoutMS int64 `json:"timeout_ms,omitempty,omitzero"`
+
+	// User As for `exec`.
+	User string `json:"user,omitempty,omitzero"`
+}
+
+// StepActionResult With `problem`, the action failed and left nothing behind. Without it, the files were
+// written and the command has ended, whatever its exit code is.
+type StepActionResult struct {
+	// CheckpointID The node, if `kept` is `checkpoint`.
+	CheckpointID CheckpointID `json:"checkpoint_id,omitempty,omitzero"`
+
+	// Encoding Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8.
+	Encoding StepActionResultEncoding `json:"encoding,omitempty,omitzero"`
+
+	// ExitCode 128 + signal if a signal ended it. Absent without a command.
+	ExitCode *int `json:"exit_code,omitempty"`
+
+	// Index Position in the request, from 0.
+	Index int `json:"index"`
+
+	// Kept What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
+	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
+	// the action, the exit code and the score.
+	Kept    StepKeep `json:"kept"`
+	Problem *Failure `json:"problem,omitempty"`
+
+	// Score See `StepCondition`.
+	Score *float64 `json:"score,omitempty"`
+
+	// Signal The signal that ended it.
+	//
+	// Example: SIGKILL
+	Signal string `json:"signal,omitempty,omitzero"`
+
+	// Stderr Likewise.
+	Stderr string `json:"stderr,omitempty,omitzero"`
+
+	// StderrTruncated The beginning is missing.
+	StderrTruncated bool `json:"stderr_truncated,omitempty,omitzero"`
+
+	// Stdout The last 64 KiB, or less with more than 32 actions: all results of a step have room for 4 MiB.
+	Stdout string `json:"stdout,omitempty,omitzero"`
+
+	// StdoutTruncated The beginning is missing.
+	StdoutTruncated bool `json:"stdout_truncated,omitempty,omitzero"`
+	TimedOut        bool `json:"timed_out,omitempty,omitzero"`
+
+	// Timings Stages in the order in which they ended.
+	Timings Timings `json:"timings"`
+
+	// WorkspaceID The workspace that was forked. It is there only if `kept` is `workspace`.
+	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
+}
+
+// StepActionResultEncoding Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8.
+type StepActionResultEncoding string
+
+// StepCondition Keep something only if all of this holds. The score is what the last line of the standard
+// output has as JSON: a number, or an object with a number `score`. A command without a score
+// meets no condition about it.
+type StepCondition struct {
+	ExitCode *int `json:"exit_code,omitempty"`
+
+	// MaxScore Inclusive.
+	MaxScore *float64 `json:"max_score,omitempty"`
+
+	// MinScore Inclusive.
+	MinScore *float64 `json:"min_score,omitempty"`
+}
+
+// StepEvent A line of a streamed step.
+type StepEvent struct {
+	Action      *StepActionResult `json:"action,omitempty"`
+	OperationID OperationID       `json:"operation_id"`
+
+	// Problem Why the operation failed; only in the last line.
+	Problem *Failure `json:"problem,omitempty"`
+
+	// State Only in the last line.
+	State OperationState `json:"state,omitempty,omitzero"`
+}
+
+// StepFile defines model for StepFile.
+type StepFile struct {
+	// Content Text. Not together with `content_base64`.
+	Content string `json:"content,omitempty,omitzero"`
+
+	// ContentBase64 The same for bytes that are not UTF-8.
+	ContentBase64 []byte `json:"content_base64,omitempty,omitzero"`
+
+	// Mode Octal. Default: 0644.
+	Mode string `json:"mode,omitempty,omitzero"`
+
+	// Path Absolute. Missing directories are made.
+	Path string `json:"path"`
+
+	// User Write it as this user, with the user's rights. Default: root.
+	User string `json:"user,omitempty,omitzero"`
+}
+
+// StepKeep What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
+// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
+// the action, the exit code and the score.
+type StepKeep string
+
+// StepRequest defines model for StepRequest.
+type StepRequest struct {
+	Actions []StepAction `json:"actions"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env Env `json:"env,omitempty,omitzero"`
+
+	// Grants Which present grants of the parent workspace the children have, each with its own
+	// placeholder: `inherit` (the default), `none`, or a list of their ids.
+	Grants Grants `json:"grants,omitempty,omitzero"`
+
+	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
+	Labels  Labels         `json:"labels,omitempty,omitzero"`
+	Network NetworkRequest `json:"network,omitempty,omitzero"`
+
+	// Parallel How many actions may have a workspace at the same time. Default: 8.
+	Parallel int `json:"parallel,omitempty,omitzero"`
+
+	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
+	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
+}
+
+// StepResult defines model for StepResult.
+type StepResult struct {
+	// Actions In the order of the request. Empty if the results are older than a day.
+	Actions []StepActionResult `json:"actions"`
+
+	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+	OperationID  OperationID  `json:"operation_id"`
+
+	// Timings Stages in the order in which they ended.
+	Timings Timings `json:"timings"`
 }
 
 // StoreData defines model for StoreData.

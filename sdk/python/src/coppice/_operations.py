@@ -71,6 +71,7 @@ patchCheckpoint = Operation('patchCheckpoint', 'PATCH', '/v1/checkpoints/{checkp
 deleteCheckpoint = Operation('deleteCheckpoint', 'DELETE', '/v1/checkpoints/{checkpoint_id}', keyed=False, waits=True)
 forkCheckpoint = Operation('forkCheckpoint', 'POST', '/v1/checkpoints/{checkpoint_id}/fork', keyed=True, waits=True)
 restoreCheckpoint = Operation('restoreCheckpoint', 'POST', '/v1/checkpoints/{checkpoint_id}/restore', keyed=True, waits=True)
+stepCheckpoint = Operation('stepCheckpoint', 'POST', '/v1/checkpoints/{checkpoint_id}/step', keyed=True, waits=True)
 pruneCheckpoints = Operation('pruneCheckpoints', 'POST', '/v1/checkpoints/{checkpoint_id}/prune', keyed=False, waits=True)
 getRetention = Operation('getRetention', 'GET', '/v1/checkpoints/{checkpoint_id}/retention', keyed=False, waits=False)
 putRetention = Operation('putRetention', 'PUT', '/v1/checkpoints/{checkpoint_id}/retention', keyed=False, waits=False)

@@ -151,6 +151,14 @@ __all__ = [
     "SetFileAttributesRequest",
     "SignalRequest",
     "StaleProcess",
+    "StepAction",
+    "StepActionResult",
+    "StepCondition",
+    "StepEvent",
+    "StepFile",
+    "StepKeep",
+    "StepRequest",
+    "StepResult",
     "StoreData",
     "StoreGarbage",
     "StoreObject",
@@ -658,6 +666,117 @@ class ForkWorkspaceRequest(Model):
     on_ttl: OnTTL | None = None
     auto_resume: AutoResume | None = None
     grants: Grants | None = None
+
+
+class StepRequest(Model):
+    """StepRequest of the API."""
+    actions: list[StepAction]
+    parallel: int | None = None
+    """How many actions may have a workspace at the same time. Default: 8."""
+    env: Env | None = None
+    labels: Labels | None = None
+    network: NetworkRequest | None = None
+    ttl_seconds: TTL | None = None
+    grants: Grants | None = None
+
+
+class StepAction(Model):
+    """At least a command or a file. The files are written before the command runs."""
+    name: Name | None = None
+    """Of the workspace."""
+    files: list[StepFile] | None = None
+    command: list[str] | None = None
+    """Program and arguments, as for `exec`."""
+    cwd: str | None = None
+    """As for `exec`."""
+    env: Env | None = None
+    user: str | None = None
+    """As for `exec`."""
+    stdin: str | None = None
+    """Text that the program gets as input. Not together with `stdin_base64`."""
+    stdin_base64: bytes | None = None
+    """The same for bytes that are not UTF-8."""
+    timeout_ms: int | None = None
+    """Kill the command's processes after this time. Default: 60000."""
+    keep: StepKeep | None = None
+    only_if: StepCondition | None = None
+    checkpoint: CreateCheckpointRequest | None = None
+
+
+class StepFile(Model):
+    """StepFile of the API."""
+    path: str
+    """Absolute. Missing directories are made."""
+    content: str | None = None
+    """Text. Not together with `content_base64`."""
+    content_base64: bytes | None = None
+    """The same for bytes that are not UTF-8."""
+    mode: str | None = None
+    """Octal. Default: 0644."""
+    user: str | None = None
+    """Write it as this user, with the user's rights. Default: root."""
+
+
+class StepCondition(Model):
+    """Keep something only if all of this holds. The score is what the last line of the standard output has as JSON:
+    a number, or an object with a number `score`. A command without a score meets no condition about it.
+    """
+    exit_code: int | None = None
+    min_score: float | None = None
+    """Inclusive."""
+    max_score: float | None = None
+    """Inclusive."""
+
+
+class StepResult(Model):
+    """StepResult of the API."""
+    operation_id: OperationID
+    checkpoint_id: CheckpointID
+    actions: list[StepActionResult]
+    """In the order of the request. Empty if the results are older than a day."""
+    timings: Timings
+
+
+class StepActionResult(Model):
+    """With `problem`, the action failed and left nothing behind. Without it, the files were written and the command
+    has ended, whatever its exit code is.
+    """
+    index: int
+    """Position in the request, from 0."""
+    kept: StepKeep
+    timings: Timings
+    checkpoint_id: CheckpointID | None = None
+    """The node, if `kept` is `checkpoint`."""
+    workspace_id: WorkspaceID | None = None
+    """The workspace that was forked. It is there only if `kept` is `workspace`."""
+    exit_code: int | None = None
+    """128 + signal if a signal ended it. Absent without a command."""
+    signal: str | None = None
+    """The signal that ended it."""
+    timed_out: bool | None = None
+    score: float | None = None
+    """See `StepCondition`."""
+    stdout: str | None = None
+    """The last 64 KiB, or less with more than 32 actions: all results of a step have room for 4 MiB."""
+    stderr: str | None = None
+    """Likewise."""
+    encoding: str | None = None
+    """Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8."""
+    stdout_truncated: bool | None = None
+    """The beginning is missing."""
+    stderr_truncated: bool | None = None
+    """The beginning is missing."""
+    problem: Failure | None = None
+
+
+class StepEvent(Model):
+    """A line of a streamed step."""
+    operation_id: OperationID
+    action: StepActionResult | None = None
+    state: OperationState | None = None
+    """Only in the last line."""
+    problem: Failure | None = None
+    """Why the operation failed; only in the last line."""
 
 
 class ForkResult(Model):
@@ -1564,7 +1683,8 @@ class Operation(Model):
     result: dict[str, Any] | None = None
     """Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
     Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace), Checkpoint
-    (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*), PruneResult (prune_checkpoints).
+    (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*), PruneResult (prune_checkpoints),
+    StepResult (step_checkpoint; also if it was canceled, with the actions that had ended).
     """
     problem: Failure | None = None
     cancel_requested_at: datetime | None = None
@@ -1776,7 +1896,8 @@ CheckpointKind: TypeAlias = str
 # One of pending, running, succeeded, failed; a newer server may have others.
 OperationState: TypeAlias = str
 # One of create_workspace, create_checkpoint, fork_checkpoint, fork_workspace, restore_workspace, restore_checkpoint,
-# terminate_workspace, suspend_workspace, resume_workspace, prune_checkpoints; a newer server may have others.
+# terminate_workspace, suspend_workspace, resume_workspace, prune_checkpoints, step_checkpoint; a newer server may have
+# others.
 OperationKind: TypeAlias = str
 # One of running, exited; a newer server may have others.
 SessionState: TypeAlias = str
@@ -1807,6 +1928,10 @@ Timings: TypeAlias = list[Timing]
 FlowOutcome: TypeAlias = str
 # One of http, tls, tcp; a newer server may have others.
 FlowProtocol: TypeAlias = str
+# What an action leaves behind. `checkpoint` (the default) makes a node of the tree and terminates the workspace. Its
+# annotation `coppice.step/v1` has the operation, the index of the action, the exit code and the score. One of
+# checkpoint, workspace, nothing; a newer server may have others.
+StepKeep: TypeAlias = str
 # Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in the header
 # `Coppice-Key`; with `signed`, who has the URL with its token; with `public`, everybody. The token is for one
 # workspace, port and epoch: it is dead in a fork, and after a restore or a resume. One of private, signed, public; a

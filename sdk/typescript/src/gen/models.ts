@@ -92,7 +92,7 @@ export type CheckpointKind = "template" | "user";
 
 export type OperationState = "pending" | "running" | "succeeded" | "failed";
 
-export type OperationKind = "create_workspace" | "create_checkpoint" | "fork_checkpoint" | "fork_workspace" | "restore_workspace" | "restore_checkpoint" | "terminate_workspace" | "suspend_workspace" | "resume_workspace" | "prune_checkpoints";
+export type OperationKind = "create_workspace" | "create_checkpoint" | "fork_checkpoint" | "fork_workspace" | "restore_workspace" | "restore_checkpoint" | "terminate_workspace" | "suspend_workspace" | "resume_workspace" | "prune_checkpoints" | "step_checkpoint";
 
 export type SessionState = "running" | "exited";
 
@@ -555,6 +555,124 @@ export interface ForkWorkspaceRequest {
   on_ttl?: OnTTL;
   auto_resume?: AutoResume;
   grants?: Grants;
+}
+
+export interface StepRequest {
+  actions: StepAction[];
+  /** How many actions may have a workspace at the same time. Default: 8. */
+  parallel?: number;
+  env?: Env;
+  labels?: Labels;
+  network?: NetworkRequest;
+  ttl_seconds?: TTL;
+  grants?: Grants;
+}
+
+/** At least a command or a file. The files are written before the command runs. */
+export interface StepAction {
+  /** Of the workspace. */
+  name?: Name;
+  files?: StepFile[];
+  /** Program and arguments, as for `exec`. */
+  command?: string[];
+  /** As for `exec`. */
+  cwd?: string;
+  env?: Env;
+  /** As for `exec`. */
+  user?: string;
+  /** Text that the program gets as input. Not together with `stdin_base64`. */
+  stdin?: string;
+  /** The same for bytes that are not UTF-8. */
+  stdin_base64?: string;
+  /** Kill the command's processes after this time. Default: 60000. */
+  timeout_ms?: number;
+  keep?: StepKeep;
+  only_if?: StepCondition;
+  checkpoint?: CreateCheckpointRequest;
+}
+
+export interface StepFile {
+  /** Absolute. Missing directories are made. */
+  path: string;
+  /** Text. Not together with `content_base64`. */
+  content?: string;
+  /** The same for bytes that are not UTF-8. */
+  content_base64?: string;
+  /** Octal. Default: 0644. */
+  mode?: string;
+  /** Write it as this user, with the user's rights. Default: root. */
+  user?: string;
+}
+
+/**
+ * What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
+ * terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
+ * the action, the exit code and the score.
+ */
+export type StepKeep = "checkpoint" | "workspace" | "nothing";
+
+/**
+ * Keep something only if all of this holds. The score is what the last line of the standard
+ * output has as JSON: a number, or an object with a number `score`. A command without a score
+ * meets no condition about it.
+ */
+export interface StepCondition {
+  exit_code?: number;
+  /** Inclusive. */
+  min_score?: number;
+  /** Inclusive. */
+  max_score?: number;
+}
+
+export interface StepResult {
+  operation_id: OperationID;
+  checkpoint_id: CheckpointID;
+  /** In the order of the request. Empty if the results are older than a day. */
+  actions: StepActionResult[];
+  timings: Timings;
+}
+
+/**
+ * With `problem`, the action failed and left nothing behind. Without it, the files were
+ * written and the command has ended, whatever its exit code is.
+ */
+export interface StepActionResult {
+  /** Position in the request, from 0. */
+  index: number;
+  kept: StepKeep;
+  /** The node, if `kept` is `checkpoint`. */
+  checkpoint_id?: CheckpointID;
+  /** The workspace that was forked. It is there only if `kept` is `workspace`. */
+  workspace_id?: WorkspaceID;
+  /** 128 + signal if a signal ended it. Absent without a command. */
+  exit_code?: number;
+  /** The signal that ended it. */
+  signal?: string;
+  timed_out?: boolean;
+  /** See `StepCondition`. */
+  score?: number;
+  /** The last 64 KiB, or less with more than 32 actions: all results of a step have room for 4 MiB. */
+  stdout?: string;
+  /** Likewise. */
+  stderr?: string;
+  /** Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8. */
+  encoding?: "utf-8" | "base64";
+  /** The beginning is missing. */
+  stdout_truncated?: boolean;
+  /** The beginning is missing. */
+  stderr_truncated?: boolean;
+  problem?: Failure;
+  timings: Timings;
+}
+
+/** A line of a streamed step. */
+export interface StepEvent {
+  operation_id: OperationID;
+  action?: StepActionResult;
+  /** Only in the last line. */
+  state?: OperationState;
+  /** Why the operation failed; only in the last line. */
+  problem?: Failure;
 }
 
 export interface ForkResult {
@@ -1446,7 +1564,8 @@ export interface Operation {
    * Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
    * Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
    * Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
-   * PruneResult (prune_checkpoints).
+   * PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
+   * the actions that had ended).
    */
   result?: Record<string, unknown>;
   problem?: Failure;

@@ -71,6 +71,7 @@ export const routes = {
   deleteCheckpoint: { method: "DELETE", path: "/v1/checkpoints/{checkpoint_id}", starts: true },
   forkCheckpoint: { method: "POST", path: "/v1/checkpoints/{checkpoint_id}/fork", keyed: true, starts: true },
   restoreCheckpoint: { method: "POST", path: "/v1/checkpoints/{checkpoint_id}/restore", keyed: true, starts: true },
+  stepCheckpoint: { method: "POST", path: "/v1/checkpoints/{checkpoint_id}/step", keyed: true, starts: true },
   pruneCheckpoints: { method: "POST", path: "/v1/checkpoints/{checkpoint_id}/prune", starts: true },
   getRetention: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/retention" },
   putRetention: { method: "PUT", path: "/v1/checkpoints/{checkpoint_id}/retention" },
@@ -511,6 +512,13 @@ export interface Operations {
     query: { wait?: number };
     body: models.RestoreCheckpointRequest;
     result: models.RestoreResult;
+  };
+  /** Try several actions from a checkpoint */
+  stepCheckpoint: {
+    path: { checkpoint_id: models.CheckpointID };
+    query: { wait?: number };
+    body: models.StepRequest;
+    result: models.StepResult;
   };
   /** Delete what a policy does not keep of a checkpoint and its descendants */
   pruneCheckpoints: {

@@ -1,0 +1,105 @@
+package httpapi_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+)
+
+// TestStepInLines reads the results of a step as they come, also by a repeat of the request while it goes on, and after its end.
+func TestStepInLines(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	cp := w.checkpoint(w.create("main").ID)
+	reached, open := make(chan struct{}), make(chan struct{})
+	w.runner.Hook(func(ctx context.Context, point, _ string) error {
+		if point != runnertest.PointCapture {
+			return nil
+		}
+		close(reached)
+		select {
+		case <-open:
+		case <-ctx.Done():
+		}
+		return nil
+	})
+	const body = `{"actions":[{"command":["inc"]},{"command":["echo","x"],"keep":"nothing"}]}`
+	ask := func() *bufio.Scanner {
+		t.Helper()
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.url+"/v1/checkpoints/"+cp.ID+"/step", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for name, value := range map[string]string{
+			"Authorization": "Bearer " + apiKey, "Content-Type": "application/json", "Idempotency-Key": "k", "Accept": "application/json;q=0.5, application/x-ndjson",
+		} {
+			req.Header.Set(name, value)
+		}
+		res, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = res.Body.Close() })
+		if res.StatusCode != http.StatusOK || res.Header.Get("Content-Type") != "application/x-ndjson" {
+			t.Fatalf("%d %v", res.StatusCode, res.Header)
+		}
+		return bufio.NewScanner(res.Body)
+	}
+	next := func(lines *bufio.Scanner) (e api.StepEvent) {
+		t.Helper()
+		if !lines.Scan() {
+			t.Fatal("the answer ended:", lines.Err())
+		}
+		d := json.NewDecoder(bytes.NewReader(lines.Bytes()))
+		d.DisallowUnknownFields()
+		if err := d.Decode(&e); err != nil {
+			t.Fatalf("%s: %v", lines.Bytes(), err)
+		}
+		return e
+	}
+	first := ask()
+	began := next(first)
+	if began.OperationID == "" || began.Action != nil || began.State != "" {
+		t.Errorf("%+v", began)
+	}
+	<-reached
+	second := ask()
+	for _, lines := range []*bufio.Scanner{first, second} { // the first action waits for its checkpoint
+		if lines == second && next(lines).OperationID != began.OperationID {
+			t.Error("a repeat has begun another step")
+		}
+		if e := next(lines); e.Action == nil || e.Action.Index != 1 || e.Action.Stdout != "x\n" || e.Action.Kept != api.KeepNothing {
+			t.Errorf("%+v", e)
+		}
+	}
+	close(open)
+	third := ask()
+	next(third)
+	seen := 0
+	for lines, left := range map[*bufio.Scanner]int{first: 1, second: 1, third: 2} {
+		for range left {
+			e := next(lines)
+			if e.Action == nil || e.Action.Index == 0 && (e.Action.Kept != api.KeepCheckpoint || e.Action.CheckpointID == "" || e.Action.Score == nil || *e.Action.Score != 1) {
+				t.Errorf("%+v", e)
+			}
+			seen++
+		}
+		if e := next(lines); e.State != api.OperationSucceeded || e.Problem != nil || e.OperationID != began.OperationID || lines.Scan() {
+			t.Errorf("%+v", e)
+		}
+	}
+	if seen != 4 {
+		t.Errorf("%d results", seen)
+	}
+	got := w.do(call2("/v1/checkpoints/"+cp.ID+"/step", `{"actions":[{"command":["inc"],"files":[{"path":"/a","content":"a","content_base64":"YQ=="}]}]}`, nil))
+	if p := got.problem(t); got.status != 400 || p.Code != "INVALID_FIELD" {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}

@@ -1,0 +1,193 @@
+// Package stepjson is the wire of steps: their actions, their results, and answers with a result in each
+// line.
+package stepjson
+
+import (
+	"cmp"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"mime"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/labstack/echo/v4"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/controller/operations"
+	"github.com/coppice-dev/coppice/controller/steps"
+	"github.com/coppice-dev/coppice/core"
+)
+
+const contentLines = "application/x-ndjson"
+
+type linesKey struct{}
+
+// TakesLines is the middleware that notes for a handler that the client wants the answer in lines.
+func TakesLines(next echo.HandlerFunc) echo.HandlerFunc {
+	return func(c echo.Context) error {
+		for _, header := range c.Request().Header.Values("Accept") {
+			for one := range strings.SplitSeq(header, ",") {
+				if media, _, err := mime.ParseMediaType(one); err == nil && media == contentLines {
+					c.SetRequest(c.Request().WithContext(context.WithValue(c.Request().Context(), linesKey{}, true)))
+				}
+			}
+		}
+		return next(c)
+	}
+}
+
+// InLines reports whether the client wants the answer in lines.
+func InLines(ctx context.Context) bool {
+	lines, _ := ctx.Value(linesKey{}).(bool)
+	return lines
+}
+
+// ActionIn reads an action, without its node and its command. exec is the command, if there is one. invalid makes the error about a field.
+func ActionIn(field string, b api.StepAction, invalid func(field, detail string) error) (a steps.Action, exec *api.ExecRequest, err error) {
+	a = steps.Action{
+		Name: b.Name, Keep: steps.Keep(b.Keep), OnlyIf: steps.Condition{ExitCode: b.OnlyIf.ExitCode, MinScore: b.OnlyIf.MinScore, MaxScore: b.OnlyIf.MaxScore},
+	}
+	for i, f := range b.Files {
+		at := fmt.Sprintf("%sfiles.%d.", field, i)
+		if f.Content != "" && len(f.ContentBase64) > 0 {
+			return a, nil, invalid(at+"content_base64", "it cannot be given together with content")
+		}
+		content := f.ContentBase64
+		if f.Content != "" {
+			content = []byte(f.Content)
+		}
+		a.Files = append(a.Files, guestclient.PutFile{Path: f.Path, Content: content, Mode: f.Mode, User: f.User})
+	}
+	if len(b.Command) > 0 {
+		return a, &api.ExecRequest{
+			Command: b.Command, Cwd: b.Cwd, Env: b.Env, User: b.User, Stdin: b.Stdin, StdinBase64: b.StdinBase64, TimeoutMS: b.TimeoutMS,
+		}, nil
+	}
+	if b.Cwd != "" || len(b.Env) > 0 || b.User != "" || b.Stdin != "" || len(b.StdinBase64) > 0 || b.TimeoutMS != 0 {
+		return a, nil, invalid(field+"command", "it is missing, but the action has fields that are about a command")
+	}
+	return a, nil, nil
+}
+
+// ResultOf is the answer to a step.
+func ResultOf(op operations.Operation, list []steps.Result) api.StepResult {
+	list = slices.SortedFunc(slices.Values(list), func(a, b steps.Result) int { return cmp.Compare(a.Index, b.Index) })
+	out := api.StepResult{OperationID: string(op.ID), CheckpointID: string(op.CheckpointID), Timings: timingsOf(op.Timings), Actions: make([]api.StepActionResult, len(list))}
+	for i, r := range list {
+		out.Actions[i] = actionOf(r)
+	}
+	return out
+}
+
+func timingsOf(list []core.Timing) api.Timings {
+	out := make(api.Timings, len(list))
+	for i, t := range list {
+		out[i] = api.Timing{Stage: t.Stage, DurationMS: t.DurationMS}
+	}
+	return out
+}
+
+func actionOf(r steps.Result) api.StepActionResult {
+	out := api.StepActionResult{
+		Index: r.Index, Kept: api.StepKeep(r.Kept), CheckpointID: string(r.Checkpoint), WorkspaceID: string(r.Workspace), ExitCode: r.ExitCode, Signal: r.Signal,
+		TimedOut: r.TimedOut, Score: r.Score, StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated, Timings: timingsOf(r.Timings),
+	}
+	if r.ExitCode != nil {
+		out.Stdout, out.Stderr, out.Encoding = string(r.Stdout), string(r.Stderr), api.StepUTF8
+		if !utf8.Valid(r.Stdout) || !utf8.Valid(r.Stderr) {
+			out.Stdout, out.Stderr, out.Encoding = base64.StdEncoding.EncodeToString(r.Stdout), base64.StdEncoding.EncodeToString(r.Stderr), api.StepBase64
+		}
+	}
+	if r.Problem != nil {
+		out.Problem = &api.Failure{Code: string(r.Problem.Code), Message: r.Problem.Message}
+	}
+	return out
+}
+
+// Lines is the answer to a step whose results are streamed.
+type Lines struct {
+	Within time.Duration // a client that has not taken a line by then is cut off
+	Log    *slog.Logger
+
+	ctx       context.Context //nolint:containedctx // of the request, whose answer this is
+	id        core.OperationID
+	operation func() (operations.Operation, error)
+	follow    func(ended func() (bool, error), give func(steps.Result) error) error
+}
+
+// Stream makes the answer to a request that has begun a step, or that repeats one which has: a repeat gets the same results.
+func Stream[R any](
+	ctx context.Context, stepper *steps.Stepper, operation func(context.Context, core.ProjectID, core.OperationID, time.Duration) (operations.Answer[R], error),
+	project core.ProjectID, a operations.Answer[R], err error,
+) (*Lines, error) {
+	id := a.Operation.ID
+	if failed, ok := errors.AsType[*operations.Error](err); ok && (core.CodeOf(err) == core.CodeIdempotencyInProgress || a.Done) {
+		id, err = failed.Operation, nil
+	}
+	return &Lines{
+		ctx: ctx, id: id,
+		operation: func() (operations.Operation, error) {
+			a, err := operation(ctx, project, id, 0)
+			return a.Operation, err
+		},
+		follow: func(ended func() (bool, error), give func(steps.Result) error) error {
+			return stepper.Follow(ctx, project, id, ended, give)
+		},
+	}, err
+}
+
+// VisitStepCheckpointResponse writes the lines. If it cannot, the step goes on.
+func (l *Lines) VisitStepCheckpointResponse(w http.ResponseWriter) error {
+	control := http.NewResponseController(w)
+	w.Header().Set("Content-Type", contentLines)
+	w.Header().Set("Cache-Control", "no-store")
+	w.Header().Set("X-Accel-Buffering", "no") // proxies must not collect
+	w.WriteHeader(http.StatusOK)
+	send := func(e api.StepEvent) error {
+		e.OperationID = string(l.id)
+		b, err := json.Marshal(e)
+		if err != nil {
+			return fmt.Errorf("encode a line of a step: %w", err)
+		}
+		_ = control.SetWriteDeadline(time.Now().Add(l.Within)) // not every test's writer has a connection
+		if _, err := w.Write(append(b, '\n')); err != nil {
+			return err
+		}
+		return control.Flush()
+	}
+	if err := l.write(send); err != nil { // the answer has begun, so its end must show that it is not whole
+		l.Log.InfoContext(l.ctx, "stream of a step cut off", "operation_id", l.id, "err", err)
+		panic(http.ErrAbortHandler)
+	}
+	return nil
+}
+
+func (l *Lines) write(send func(api.StepEvent) error) error {
+	if err := send(api.StepEvent{}); err != nil {
+		return err
+	}
+	var last operations.Operation
+	err := l.follow(func() (ended bool, err error) {
+		last, err = l.operation()
+		return last.State.Done(), err
+	}, func(r steps.Result) error {
+		action := actionOf(r)
+		return send(api.StepEvent{Action: &action})
+	})
+	if err != nil {
+		return err
+	}
+	end := api.StepEvent{State: api.OperationState(last.State)}
+	if p := last.Problem; p != nil {
+		end.Problem = &api.Failure{Code: string(p.Code), Message: p.Msg}
+	}
+	return send(end)
+}

@@ -1,0 +1,70 @@
+package httpapi
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi/stepjson"
+	"github.com/coppice-dev/coppice/controller/steps"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// StepCheckpoint serves POST /v1/checkpoints/{id}/step.
+func (s *server) StepCheckpoint(ctx context.Context, r api.StepCheckpointRequestObject) (api.StepCheckpointResponseObject, error) {
+	b := r.Body
+	fork, err := forkIn(forkOptions{env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds, grants: b.Grants})
+	if err != nil {
+		return nil, err
+	}
+	actions := make([]steps.Action, len(b.Actions))
+	for i, a := range b.Actions {
+		if actions[i], err = stepActionIn(fmt.Sprintf("actions.%d.", i), a); err != nil {
+			return nil, err
+		}
+	}
+	lines, wait := stepjson.InLines(ctx), waitOf(r.Params.Wait)
+	if lines {
+		wait = 0
+	}
+	a, err := s.control.Step(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), actions, b.Parallel, fork, wait)
+	if lines {
+		stream, err := stepjson.Stream(ctx, s.control.Steps, s.control.Operation, projectOf(ctx), a, err)
+		if err != nil {
+			return nil, err
+		}
+		stream.Within, stream.Log = s.pace.write, s.log
+		return stream, nil
+	}
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.StepCheckpointResponseObject {
+			return api.StepCheckpoint202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.StepCheckpointResponseObject {
+			return api.StepCheckpoint200JSONResponse(stepjson.ResultOf(a.Operation, a.Result.Steps))
+		})
+}
+
+func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
+	node, err := checkpointRequestIn(b.Checkpoint)
+	if err != nil {
+		return steps.Action{}, err
+	}
+	a, exec, err := stepjson.ActionIn(field, b, invalid)
+	a.Node = steps.Node{Name: node.Name, Labels: node.Labels, Annotations: node.Annotations, Pinned: node.Pinned}
+	if err != nil || exec == nil {
+		return a, err
+	}
+	command, _, err := execIn(*exec)
+	a.Command = &command
+	return a, err
+}
+
+// withSteps adds what the actions of a step that failed have left.
+func (s *server) withSteps(ctx context.Context, a *controller.Answer) (err error) {
+	if a.Operation.Kind == controller.OpStepCheckpoint && a.Operation.Problem != nil {
+		a.Result.Steps, err = s.control.Steps.Results(ctx, projectOf(ctx), a.Operation.ID)
+	}
+	return err
+}

@@ -1,0 +1,265 @@
+package steps
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"math"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Bounds of steps.
+const (
+	MaxActions  = 256 // of a step
+	MaxParallel = 64  // actions of a step that have a workspace at the same time
+	MaxFiles    = 64  // of an action
+
+	maxRunning   = 32       // steps of a project that have not ended
+	maxKept      = 1_000    // ended steps of a project whose results are kept
+	maxOutput    = 64 << 10 // of each output of an action
+	maxOutputAll = 4 << 20  // of all outputs of a step
+)
+
+const (
+	defaultParallel = 8
+	defaultTimeout  = time.Minute
+	kept            = 24 * time.Hour // results
+
+	// Every is the time between two sweeps.
+	Every = time.Minute
+)
+
+// Annotation is the annotation that a node has which a step made.
+const Annotation = "coppice.step/v1"
+
+// Keep says what an action leaves behind.
+type Keep string
+
+// What actions leave behind.
+const (
+	KeepCheckpoint Keep = "checkpoint"
+	KeepWorkspace  Keep = "workspace"
+	KeepNothing    Keep = "nothing"
+)
+
+// Action is one action of a step. Its row keeps it as JSON until the action has ended.
+type Action struct {
+	Name    string                   `json:"name,omitempty"` // of the workspace
+	Files   []guestclient.PutFile    `json:"files,omitempty"`
+	Command *guestclient.ExecRequest `json:"command,omitempty"` // nil: only files are written
+	Keep    Keep                     `json:"keep"`
+	OnlyIf  Condition                `json:"only_if,omitzero"`
+	Node    Node                     `json:"node,omitzero"`
+}
+
+// Node has what the checkpoint of an action gets.
+type Node struct {
+	Name        string                     `json:"name,omitempty"`
+	Labels      map[string]string          `json:"labels,omitempty"`
+	Annotations map[string]json.RawMessage `json:"annotations,omitempty"`
+	Pinned      bool                       `json:"pinned,omitempty"`
+}
+
+// Condition says when an action leaves something behind. All that is set must hold.
+type Condition struct {
+	ExitCode *int     `json:"exit_code,omitempty"`
+	MinScore *float64 `json:"min_score,omitempty"`
+	MaxScore *float64 `json:"max_score,omitempty"`
+}
+
+// Phase says how far an action has come. Each phase begins in the transaction that makes what it waits for.
+type Phase string
+
+// The phases of an action.
+const (
+	Pending   Phase = "pending"   // it has made nothing
+	Forking   Phase = "forking"   // its fork has begun; files may have been written
+	Running   Phase = "running"   // all files are written; its command may run
+	Capturing Phase = "capturing" // its command has ended; its checkpoint has begun
+	Ended     Phase = "ended"     // it has its result
+)
+
+// Row is the row of an action.
+type Row struct {
+	Index      int
+	Phase      Phase
+	Action     Action // the zero value when it has ended
+	Fork       core.OperationID
+	Workspace  core.WorkspaceID
+	Checkpoint core.CheckpointID
+	Result     Result
+}
+
+// Result is the result of an action.
+type Result struct {
+	Index           int               `json:"index"`
+	Kept            Keep              `json:"kept"`
+	Checkpoint      core.CheckpointID `json:"checkpoint_id,omitempty"` // if a checkpoint is kept
+	Workspace       core.WorkspaceID  `json:"workspace_id,omitempty"`
+	ExitCode        *int              `json:"exit_code,omitempty"` // nil: no command has ended
+	Signal          string            `json:"signal,omitempty"`
+	TimedOut        bool              `json:"timed_out,omitempty"`
+	Score           *float64          `json:"score,omitempty"`
+	Stdout          []byte            `json:"stdout,omitempty"`
+	Stderr          []byte            `json:"stderr,omitempty"`
+	StdoutTruncated bool              `json:"stdout_truncated,omitempty"`
+	StderrTruncated bool              `json:"stderr_truncated,omitempty"`
+	Problem         *Problem          `json:"problem,omitempty"`
+	Timings         []core.Timing     `json:"timings,omitempty"`
+}
+
+// Problem says why an action failed.
+type Problem struct {
+	Code    core.Code `json:"code"`
+	Message string    `json:"message"`
+}
+
+// Ref names a step and the epoch of the lease on it.
+type Ref struct {
+	ID      core.OperationID
+	Project core.ProjectID
+	Epoch   int64
+}
+
+// Move takes an action from one phase to the next. Empty fields leave what the row has.
+type Move struct {
+	Index      int
+	From, To   Phase
+	Fork       core.OperationID
+	Workspace  core.WorkspaceID
+	Checkpoint core.CheckpointID
+	Result     *Result
+}
+
+// NoteTx has the write that is part of other transactions.
+type NoteTx interface {
+	// MoveStepAction moves an action. It fails with operations.ErrLeaseLost if the step has ended or has another lease epoch, and with ErrMoved
+	// if the action is not in the phase.
+	MoveStepAction(ctx context.Context, ref Ref, m Move) error
+}
+
+// AdmitTx has what the transactions of a step itself need.
+type AdmitTx interface {
+	NoteTx
+	// InsertStepActions inserts the actions of a step. It fails with QUOTA_EXCEEDED if as many steps of the project as running have not ended.
+	InsertStepActions(ctx context.Context, project core.ProjectID, step core.OperationID, list []Action, running int) error
+	// StepResults returns the results of actions that have ended, except some, in the order in which they ended.
+	StepResults(ctx context.Context, step core.OperationID, except []int) ([]Result, error)
+}
+
+// Tx keeps the actions of steps.
+type Tx interface {
+	AdmitTx
+	// StepActions returns the actions of a step, by their index, without their requests and results.
+	StepActions(ctx context.Context, step core.OperationID) ([]Row, error)
+	StepAction(ctx context.Context, step core.OperationID, index int) (Row, error)
+	// SweepSteps removes the actions of at most limit steps that ended more than kept ago, or that are not among the newest of their project.
+	SweepSteps(ctx context.Context, kept time.Duration, newest, limit int) (int, error)
+}
+
+// ErrMoved says that an action is no longer in the phase in which it was read.
+var ErrMoved = core.Errorf(core.Conflict, "STEP_ACTION_MOVED", "the action is in another phase")
+
+// Check completes the actions of a request, and refuses those that cannot be carried out.
+func Check(actions []Action, parallel int) (int, error) {
+	if n := len(actions); n < 1 || n > MaxActions {
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "a step of %d actions; it must have between 1 and %d", n, MaxActions)
+	}
+	if parallel < 0 || parallel > MaxParallel {
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "parallel is %d; it must be between 1 and %d", parallel, MaxParallel)
+	}
+	for i := range actions {
+		if err := actions[i].check(); err != nil {
+			return 0, core.Errorf(core.Invalid, core.CodeOf(err), "actions.%d: %s", i, core.MessageOf(err))
+		}
+	}
+	if parallel == 0 {
+		parallel = defaultParallel
+	}
+	return parallel, nil
+}
+
+func (a *Action) check() error {
+	if a.Keep == "" {
+		a.Keep = KeepCheckpoint
+	}
+	if a.Command != nil && a.Command.TimeoutMS == 0 {
+		a.Command.TimeoutMS = defaultTimeout.Milliseconds()
+	}
+	wrong := func(format string, args ...any) error {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, format, args...)
+	}
+	node := a.Node.Name != "" || a.Node.Pinned || len(a.Node.Labels) > 0 || len(a.Node.Annotations) > 0
+	switch {
+	case a.Command == nil && len(a.Files) == 0:
+		return wrong("it has neither a command nor files, so it would change nothing: fork the checkpoint instead")
+	case len(a.Files) > MaxFiles:
+		return wrong("it has %d files, more than %d", len(a.Files), MaxFiles)
+	case a.Command == nil && a.OnlyIf != (Condition{}):
+		return wrong("only_if needs a command")
+	case a.Keep == KeepNothing && a.OnlyIf != (Condition{}):
+		return wrong("only_if has no meaning if nothing is kept")
+	case a.Keep != KeepCheckpoint && node:
+		return wrong("checkpoint has a meaning only if keep is checkpoint")
+	case a.Node.Annotations[Annotation] != nil:
+		return wrong("the annotation %s is the step's own", Annotation)
+	}
+	if a.Node.Name != "" {
+		if err := core.ValidateName("checkpoint.name", a.Node.Name); err != nil {
+			return err
+		}
+	}
+	if a.Name != "" {
+		return core.ValidateName("name", a.Name)
+	}
+	return nil
+}
+
+// meets reports whether the result of a command meets the condition.
+func (c Condition) meets(r Result) bool {
+	switch {
+	case c.ExitCode != nil && (r.ExitCode == nil || *r.ExitCode != *c.ExitCode):
+		return false
+	case c.MinScore != nil && (r.Score == nil || *r.Score < *c.MinScore):
+		return false
+	case c.MaxScore != nil && (r.Score == nil || *r.Score > *c.MaxScore):
+		return false
+	}
+	return true
+}
+
+// scoreOf reads the score out of the last line of an output.
+func scoreOf(stdout []byte) *float64 {
+	line := bytes.TrimSpace(stdout)
+	if at := bytes.LastIndexByte(line, '\n'); at >= 0 {
+		line = line[at+1:]
+	}
+	var number float64
+	if json.Unmarshal(line, &number) != nil || bytes.Equal(line, []byte("null")) {
+		var object struct {
+			Score *float64 `json:"score"`
+		}
+		if json.Unmarshal(line, &object) != nil || object.Score == nil {
+			return nil
+		}
+		number = *object.Score
+	}
+	if math.IsInf(number, 0) || math.IsNaN(number) {
+		return nil
+	}
+	return &number
+}
+
+// outputOf is how many bytes of each output of an action are kept.
+func outputOf(actions int) int { return min(maxOutput, maxOutputAll/(2*max(actions, 1))) }
+
+// annotation is what a node has from its step.
+type annotation struct {
+	Operation core.OperationID `json:"operation_id"`
+	Action    int              `json:"action"`
+	ExitCode  *int             `json:"exit_code,omitempty"`
+	Score     *float64         `json:"score,omitempty"`
+}

@@ -1,0 +1,2 @@
+DROP INDEX operations_steps_idx;
+DROP TABLE step_actions;
