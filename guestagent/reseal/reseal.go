@@ -31,7 +31,7 @@ type Resealer struct {
 	work      Workload
 	processes scanner
 	found     *findings // by the last Inspect; nil in an agent that started later
-	trust     *trust    // of the last CA that was installed
+	trust     *trust    // the CA that was installed last; nil if there is none
 	steps     []Step
 	sys       system
 }
@@ -39,10 +39,9 @@ type Resealer struct {
 // findings are facts that a reseal needs and a quiesce can collect. In the captured machine this is cheap, because its
 // code has run there before; in a clone, all code must first be translated.
 type findings struct {
-	nic   nicState
-	dbus  bool              // the machine id is kept a second time
-	trust *trust            // a CA is installed, and nothing of that has changed
-	idle  map[string]string // steps that have nothing to do, and why
+	nic  nicState
+	dbus bool              // the machine id is kept a second time
+	idle map[string]string // steps that have nothing to do, and why
 }
 
 // Inspect collects the facts that a reseal needs. It is called when the workload has just been frozen.
@@ -59,9 +58,6 @@ func (r *Resealer) inspect() (*findings, error) {
 	found := &findings{nic: nic, idle: map[string]string{}}
 	err = r.work.Inside(func() error {
 		found.dbus = smallfile.IsRegular(dbusID)
-		if r.trust.unchanged() {
-			found.trust = r.trust
-		}
 		for _, s := range r.steps {
 			if s.Nothing == nil {
 				continue

@@ -46,8 +46,10 @@ func stepCA(_ context.Context, r *Run) (Evidence, error) {
 	if r.req.CA == "" {
 		return nil, skipError("none given")
 	}
-	if r.found != nil && r.found.trust != nil && r.found.trust.ca == r.req.CA { // nothing has changed since the inspection: the workload is frozen
-		return maps.Clone(r.found.trust.evidence), nil
+	if r.trust.holds(r.req.CA) {
+		evidence := maps.Clone(r.trust.evidence)
+		evidence["kept"] = "the files are unchanged since it was installed"
+		return evidence, nil
 	}
 	block, _ := pem.Decode([]byte(r.req.CA))
 	if block == nil || block.Type != "CERTIFICATE" {
@@ -61,22 +63,48 @@ func stepCA(_ context.Context, r *Run) (Evidence, error) {
 	if err != nil {
 		return nil, err
 	}
-	link, err := trustInDir(trustDir, r.req.CA, cert)
+	at, err := trustInDir(trustDir, r.req.CA, cert)
 	if err != nil {
 		return nil, err
 	}
 	sum := sha256.Sum256([]byte(r.req.CA))
-	evidence := Evidence{"bundles": strconv.Itoa(bundles), "hashed": link, "sha256": short(sum[:])}
-	r.trust = &trust{ca: r.req.CA, files: trustFiles(trustBundles, trustDir, link), evidence: evidence}
-	return maps.Clone(evidence), nil
+	evidence := Evidence{"bundles": strconv.Itoa(bundles), "hashed": at.name(), "sha256": short(sum[:])}
+	r.trust = remember(r.req.CA, at, evidence)
+	return evidence, nil
 }
 
-// trust is what the last step of a reseal that installed a CA has left. A fork of a fork has the CA already, and reading a
-// bundle and a certificate is a third of the code of a reseal. So an inspection looks whether the files are still those.
+// trust remembers the CA that was installed last, and the files as they were then. A fork of a fork has its CA already. To read the bundle
+// and the certificate again would be a third of all code that a reseal executes, so only the metadata of the files is compared.
 type trust struct {
 	ca       string
+	at       hashed
 	files    []fileState
 	evidence Evidence
+}
+
+// remember returns what is known of a CA that has just been installed; nil if that would be too many files.
+func remember(ca string, at hashed, evidence Evidence) *trust {
+	if at.number > maxBefore {
+		return nil
+	}
+	return &trust{ca: ca, at: at, files: trustFiles(trustBundles, trustDir, at), evidence: maps.Clone(evidence)}
+}
+
+// maxBefore bounds the foreign certificates with the hash of ours whose files are remembered. An image has none.
+const maxBefore = 16
+
+// hashed is the name under which OpenSSL finds a certificate in a directory: a hash of its subject, and a number. It is zero if the image has
+// no such directory.
+type hashed struct {
+	hash   string
+	number int
+}
+
+func (h hashed) name() string {
+	if h.hash == "" {
+		return ""
+	}
+	return h.hash + "." + strconv.Itoa(h.number)
 }
 
 // fileState tells whether a file has been changed or replaced. It is zero without the file.
@@ -87,16 +115,21 @@ type fileState struct {
 	mtime, ctime unix.Timespec
 }
 
-// trustFiles are the files that decide whether a CA is trusted, as they are now.
-func trustFiles(bundles []string, dir, link string) []fileState {
-	files := make([]fileState, 0, len(bundles)+2)
+// trustFiles returns the files that decide whether a CA is trusted, as they are now. OpenSSL tries the numbers of a hash from 0 on, and stops
+// at the first one that is missing.
+func trustFiles(bundles []string, dir string, at hashed) []fileState {
+	files := make([]fileState, 0, len(bundles)+at.number+2)
 	for _, path := range bundles {
 		files = append(files, stateOf(path, unix.Stat))
 	}
-	if link == "" { // the image has no directory
+	if at.hash == "" {
 		return append(files, stateOf(dir, unix.Stat))
 	}
-	return append(files, stateOf(filepath.Join(dir, trustName), unix.Lstat), stateOf(filepath.Join(dir, link), unix.Lstat))
+	files = append(files, stateOf(filepath.Join(dir, trustName), unix.Lstat))
+	for n := range at.number + 1 {
+		files = append(files, stateOf(filepath.Join(dir, hashed{at.hash, n}.name()), unix.Lstat))
+	}
+	return files
 }
 
 func stateOf(path string, stat func(string, *unix.Stat_t) error) fileState {
@@ -107,9 +140,9 @@ func stateOf(path string, stat func(string, *unix.Stat_t) error) fileState {
 	return fileState{path, s.Dev, s.Ino, s.Size, s.Mtim, s.Ctim}
 }
 
-// unchanged says whether the files are as the step has left them.
-func (t *trust) unchanged() bool {
-	return t != nil && slices.Equal(t.files, trustFiles(trustBundles, trustDir, t.evidence["hashed"]))
+// holds reports whether a CA is the one that was installed last, and nothing has changed its files since.
+func (t *trust) holds(ca string) bool {
+	return t != nil && t.ca == ca && slices.Equal(t.files, trustFiles(trustBundles, trustDir, t.at))
 }
 
 // trustInBundles adds a CA to every existing bundle, or makes one.
@@ -156,35 +189,35 @@ func addCA(bundle []byte, ca string) []byte {
 	return append(bundle, marked(ca)...)
 }
 
-// trustInDir makes OpenSSL find a CA in a directory, and returns the file name; "" if the image has no such directory.
-func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
+// trustInDir makes OpenSSL find a CA in a directory, and returns the name of its link. It does nothing if the image has no such directory.
+func trustInDir(dir, ca string, cert *x509.Certificate) (hashed, error) {
 	if !smallfile.Exists(dir) {
-		return "", nil
+		return hashed{}, nil
 	}
 	hash, err := subjectHash(cert.RawSubject)
 	if err != nil {
-		return "", err
+		return hashed{}, err
 	}
 	path := filepath.Join(dir, trustName)
 	if is, err := os.ReadFile(path); err == nil && string(is) != ca { // of another project, if the checkpoint was imported from its file
 		if err := unlinkTrust(dir); err != nil {
-			return "", err
+			return hashed{}, err
 		}
 	}
 	if err := smallfile.Replace(path, []byte(ca), 0o644); err != nil {
-		return "", err
+		return hashed{}, err
 	}
-	for n := 0; ; n++ {
-		link := fmt.Sprintf("%08x.%d", hash, n)
-		err := unix.Symlink(trustName, filepath.Join(dir, link))
+	for at := (hashed{hash: fmt.Sprintf("%08x", hash)}); ; at.number++ {
+		link := filepath.Join(dir, at.name())
+		err := unix.Symlink(trustName, link)
 		if err == nil {
-			return link, nil
+			return at, nil
 		}
 		if !errors.Is(err, unix.EEXIST) {
-			return "", err
+			return hashed{}, err
 		}
-		if to, err := os.Readlink(filepath.Join(dir, link)); err == nil && to == trustName {
-			return link, nil
+		if to, err := os.Readlink(link); err == nil && to == trustName {
+			return at, nil
 		}
 	}
 }

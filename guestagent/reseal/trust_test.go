@@ -49,10 +49,11 @@ func TestTrustInDir(t *testing.T) {
 	two := &x509.Certificate{RawSubject: subject(t, pkix.Name{CommonName: "two"})}
 	trust := func(ca string, cert *x509.Certificate) string {
 		t.Helper()
-		link, err := trustInDir(dir, ca, cert)
+		at, err := trustInDir(dir, ca, cert)
 		if err != nil {
 			t.Fatal(err)
 		}
+		link := at.name()
 		if b, err := os.ReadFile(filepath.Join(dir, link)); err != nil || string(b) != ca {
 			t.Errorf("%s: %q %v", link, b, err)
 		}
@@ -71,8 +72,8 @@ func TestTrustInDir(t *testing.T) {
 	if _, err := os.Lstat(filepath.Join(dir, first)); err == nil {
 		t.Error("the CA of before is still found")
 	}
-	if link, err := trustInDir(filepath.Join(dir, "none"), "1", one); link != "" || err != nil {
-		t.Errorf("an image without that directory: %q %v", link, err)
+	if at, err := trustInDir(filepath.Join(dir, "none"), "1", one); at.name() != "" || err != nil {
+		t.Errorf("an image without that directory: %q %v", at.name(), err)
 	}
 }
 
@@ -80,14 +81,14 @@ func TestTrustInDir(t *testing.T) {
 func other(t *testing.T, cert *x509.Certificate) string {
 	t.Helper()
 	dir := t.TempDir()
-	link, err := trustInDir(dir, "x", cert)
+	at, err := trustInDir(dir, "x", cert)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return link
+	return at.name()
 }
 
-// TestTrustFiles: every change that could end the trust in a CA is seen.
+// TestTrustFiles: changes of the files that decide whether a CA is trusted are seen.
 func TestTrustFiles(t *testing.T) {
 	t.Parallel()
 	write := func(path, text string) {
@@ -110,8 +111,9 @@ func TestTrustFiles(t *testing.T) {
 		"the bundle leads astray":  func(root string) { remove(root + "/link"); _ = os.Symlink("certs", root+"/link") },
 		"another bundle appears":   func(root string) { write(root+"/later", "") },
 		"the CA is written":        func(root string) { write(root+"/certs/"+trustName, "another") },
-		"the hash is removed":      func(root string) { remove(root + "/certs/1.0") },
-		"the hash leads elsewhere": func(root string) { remove(root + "/certs/1.0"); _ = os.Symlink("x", root+"/certs/1.0") },
+		"the hash is removed":      func(root string) { remove(root + "/certs/1.1") },
+		"the hash leads elsewhere": func(root string) { remove(root + "/certs/1.1"); _ = os.Symlink("x", root+"/certs/1.1") },
+		"the one before is gone":   func(root string) { remove(root + "/certs/1.0") },
 		"the directory is removed": func(root string) { remove(root + "/certs") },
 	} {
 		root := t.TempDir()
@@ -120,11 +122,12 @@ func TestTrustFiles(t *testing.T) {
 		}
 		write(root+"/bundle", "bundle")
 		write(root+"/certs/"+trustName, "CA")
-		if err := errors.Join(os.Symlink("bundle", root+"/link"), os.Symlink(trustName, root+"/certs/1.0")); err != nil {
+		write(root+"/certs/1.0", "of the image")
+		if err := errors.Join(os.Symlink("bundle", root+"/link"), os.Symlink(trustName, root+"/certs/1.1")); err != nil {
 			t.Fatal(err)
 		}
 		state := func() []fileState {
-			return trustFiles([]string{root + "/bundle", root + "/link", root + "/later"}, root+"/certs", "1.0")
+			return trustFiles([]string{root + "/bundle", root + "/link", root + "/later"}, root+"/certs", hashed{"1", 1})
 		}
 		before := state()
 		change(root)
@@ -133,11 +136,23 @@ func TestTrustFiles(t *testing.T) {
 		}
 	}
 	root := t.TempDir()
-	before := trustFiles(nil, root+"/certs", "")
+	before := trustFiles(nil, root+"/certs", hashed{})
 	if err := os.Mkdir(root+"/certs", 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if slices.Equal(before, trustFiles(nil, root+"/certs", "")) {
+	if slices.Equal(before, trustFiles(nil, root+"/certs", hashed{})) {
 		t.Error("a directory that appears is not seen")
+	}
+}
+
+// TestTrustHolds: only the CA that was installed last holds, and not one for which too many files would be remembered.
+func TestTrustHolds(t *testing.T) {
+	t.Parallel()
+	last := remember("last", hashed{"00000000", maxBefore}, nil)
+	if !last.holds("last") || last.holds("another") {
+		t.Errorf("the last CA holds: %t, another one: %t", last.holds("last"), last.holds("another"))
+	}
+	if far := remember("far", hashed{"00000000", maxBefore + 1}, nil); far != nil || far.holds("far") {
+		t.Error("too many files are remembered")
 	}
 }

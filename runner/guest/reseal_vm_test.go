@@ -3,7 +3,9 @@ package guest_test
 import (
 	"crypto/ed25519"
 	"crypto/rand"
+	"crypto/sha256"
 	"crypto/x509"
+	"crypto/x509/pkix"
 	"encoding/binary"
 	"encoding/hex"
 	"encoding/pem"
@@ -240,6 +242,7 @@ func TestVMReseal(t *testing.T) {
 func provisional(t *testing.T, c *guest.Client) {
 	t.Helper()
 	want := wantReseal(99, "gen-provisional")
+	want.CA = otherCA
 	want.Identity.Hostname, want.Token = "provisional", "provisional-token"
 	want.Network.DNS, want.Env, want.Provisional = nil, nil, true
 	if has, err := c.Has(t.Context(), guestapi.FeatureProvisional); err != nil || !has {
@@ -258,16 +261,18 @@ func provisional(t *testing.T, c *guest.Client) {
 	}
 }
 
-// testCA is a certificate of nobody.
-var testCA = func() string {
+// testCA and otherCA are certificates of nobody.
+var testCA, otherCA = selfSigned("testCA"), selfSigned("otherCA")
+
+func selfSigned(name string) string {
 	key := ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize))
-	template := &x509.Certificate{SerialNumber: big.NewInt(1), NotAfter: time.Unix(4e9, 0), IsCA: true, BasicConstraintsValid: true}
+	template := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name}, NotAfter: time.Unix(4e9, 0), IsCA: true, BasicConstraintsValid: true}
 	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
 	if err != nil {
 		panic(err)
 	}
 	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))
-}()
+}
 
 // identity collects what must differ, as the workload sees it.
 func identity(t *testing.T, c *guest.Client) map[string]string {
@@ -295,6 +300,7 @@ echo left=$(pgrep -fc '[s]leep 1000')
 echo now=$(date +%s)
 echo counted=$(cat /root/counted | tr -d " ")
 echo ca=$(grep -c 'coppice: begin' /etc/ssl/certs/ca-certificates.crt)
+echo authority=$(sed -n '/coppice: begin/,/coppice: end/{/coppice:/!p}' /etc/ssl/certs/ca-certificates.crt | sha256sum | cut -c1-64)
 echo runs=$(grep -c second /root/hooks)
 echo provisional=$(grep -rls -e provisional -e 00000000000000000000000000abc063 /etc /run/coppice /root /workspace /var/lib | tr '\n' ' ')
 echo disk=$(df -BG --output=size / | tail -1 | tr -dc 0-9)
@@ -317,7 +323,7 @@ func checkIdentity(t *testing.T, got map[string]string, want guestapi.ResealRequ
 	for k, w := range map[string]string{
 		"machine_id": id.MachineID, "hostname": id.Hostname + "/" + id.Hostname + "/1", "mac": id.MAC, "ip": id.IP.String() + "/32",
 		"route": "default via 10.77.255.1 dev eth0 proto static onlink", "neigh": "10.77.255.1 dev eth0 lladdr 02:00:00:00:ff:ff PERMANENT",
-		"dns": "nameserver 10.77.255.1", "token": want.Token + "/600", "generation": id.Generation, "env": want.Env["FORK"], "seed": "", "left": "0", "ca": "1",
+		"dns": "nameserver 10.77.255.1", "token": want.Token + "/600", "generation": id.Generation, "env": want.Env["FORK"], "seed": "", "left": "0", "ca": "1", "authority": fmt.Sprintf("%x", sha256.Sum256([]byte(want.CA))),
 		"sshfiles": "ssh_host_ed25519_key ssh_host_ed25519_key.pub",
 		"hooks":    fmt.Sprintf("%s %s %s %s ../hooks 1|second|", id.Generation, id.Hostname, id.Generation, id.Hostname),
 	} {
