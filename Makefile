@@ -2,7 +2,7 @@
 # first install what they need. SETUP=0 turns that off.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup needs s3-server minio test-minio test-bare test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down release release-check
+.PHONY: help setup needs s3-server minio test-minio test-bare test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down test-compose release release-check
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -105,6 +105,9 @@ compose-up: ## run everything in containers: needs a docker engine with Compose 
 
 compose-down: ## stop that; the volumes stay, but for VOLUMES=1
 	@scripts/compose-down $(if $(filter 1,$(VOLUMES)),--volumes)
+
+test-compose: $(VERSITYGW) ## run that on a real docker engine, in namespaces of its own, and use it: workspaces, forks, grants, forwarded ports, restarts (root; 15 minutes)
+	@GO="$(GO)" VERSITYGW=$(VERSITYGW) scripts/test-compose $(COMMANDS)
 
 test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 120m ./internal/test/e2e -long
