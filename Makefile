@@ -2,7 +2,7 @@
 # first install what they need. SETUP=0 turns that off.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup needs s3-server minio test-minio test-bare test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down test-compose release release-check
+.PHONY: help setup needs s3-server minio test-minio test-bare test-api test-first-hour test-kvm setup-kvm build generate test test-sdk test-compat test-e2b test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down test-compose release release-check
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -113,7 +113,14 @@ test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime,
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 120m ./internal/test/e2e -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./runner ./runner/memory ./internal/attest -run '^Test(Diff|DamagedDelta|EveryByteCounts)$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test(Images|Garbage)AgainstModel$$' -long
+	@GO="$(GO)" TOOLS=$(TOOLS) scripts/test-api
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./controller -run '^Test(MassFence|(Among)?ManyLiveWorkspaces)$$' -long -v
+
+test-api: ## generated requests to a server without machines, each answer compared with api/openapi.yaml (Schemathesis, from PyPI once): SEED=1 MAX_TIME=240
+	@GO="$(GO)" TOOLS=$(TOOLS) SEED=$(SEED) MAX_TIME=$(MAX_TIME) scripts/test-api
+
+test-first-hour: ## the commands of the documents and the mistakes of a new user, in a terminal of 100 columns, on a real coppice dev (root; ten minutes): ONLY=README; TRANSCRIPT=file keeps what was typed and shown
+	@COPPICE_TEST_REQUIRE=all COPPICE_TRANSCRIPT=$(TRANSCRIPT) $(GO) test -v -count=1 -timeout 60m ./internal/test/firsthour -run '^TestFirstHour$$' -hour $(if $(ONLY),-only '$(ONLY)')
 
 test-bare: ## the README's first commands on a fresh Debian 12 with nothing but make, git and Go: COMMANDS="'make demo'" (root; an hour)
 	scripts/bare-root $(COMMANDS)

@@ -152,6 +152,9 @@ func checkParam(p *openapi3.Parameter, values []string) error {
 		}
 		return nil
 	}
+	if err := strictjson.NoNUL(p.Name, strings.Join(values, ""), invalid); err != nil {
+		return err
+	}
 	if schema.Type.Is("array") {
 		list := make([]any, len(values))
 		for i, v := range values {
@@ -174,10 +177,6 @@ func checkParam(p *openapi3.Parameter, values []string) error {
 			err = strconv.ErrSyntax
 		}
 		value = values[0] == "true" || values[0] == "1"
-	default:
-		if err := strictjson.NoNUL(p.Name, values[0], invalid); err != nil {
-			return err
-		}
 	}
 	if err != nil {
 		return invalid(p.Name, "it must be a "+schema.Type.Slice()[0])
