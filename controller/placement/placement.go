@@ -198,6 +198,9 @@ func eligible(fleet []Runner, req Request) ([]Runner, error) {
 		}
 		list = []Runner{fleet[at]}
 	}
+	if len(list) == 0 && slices.ContainsFunc(fleet, func(r Runner) bool { return r.Fresh && r.Draining }) {
+		return nil, core.Errorf(core.Unavailable, core.CodeNoRunner, "all runners that can be reached are draining and take no new work; start another, or end the drain of one with `coppice fleet undrain`")
+	}
 	if len(list) == 0 {
 		return nil, core.Errorf(core.Unavailable, core.CodeNoRunner, "no runner is registered and reachable; start one with `coppice dev` or `coppice runner`")
 	}

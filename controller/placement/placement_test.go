@@ -41,7 +41,7 @@ func TestChoose(t *testing.T) {
 	}{
 		"nobody":     {req: placement.Request{Count: 1}, code: core.CodeNoRunner},
 		"all silent": {fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Fresh = false })}, req: placement.Request{Count: 1}, code: core.CodeNoRunner},
-		"draining":   {fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Draining = true })}, req: placement.Request{Count: 1}, code: core.CodeNoRunner},
+		"draining":   {fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Draining = true })}, req: placement.Request{Count: 1}, code: core.CodeNoRunner, detail: "all runners that can be reached are draining"},
 		"the only":   {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Resources: shape}, want: "a"},
 		"the emptier": {
 			fleet: []placement.Runner{runner("a", full), runner("b", nil), runner("c", full)}, req: placement.Request{Count: 1, Resources: shape}, want: "b",

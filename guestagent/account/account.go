@@ -46,11 +46,18 @@ type Account struct {
 }
 
 // Lookup resolves "name", "uid", "name:group" and "uid:gid" with the workload's /etc/passwd and /etc/group. An
-// empty user is root, for which passwd is not needed.
+// empty user is root, for which passwd need not be there: it only names another shell.
 func Lookup(user string) (Account, error) {
 	name, group, hasGroup := strings.Cut(user, ":")
 	acc := Account{Name: "root", Home: "/root", Shell: "/bin/sh"}
 	if name == "" && !hasGroup {
+		scan("/etc/passwd", func(f []string) bool {
+			found := len(f) >= 7 && f[0] == "root"
+			if found && strings.HasPrefix(f[6], "/") {
+				acc.Shell = f[6]
+			}
+			return found
+		})
 		return acc, nil
 	}
 	uid, gid, known := uint64(0), uint64(0), false

@@ -48,14 +48,15 @@ func printRunners(w io.Writer, now time.Time, list []coppice.Runner) error {
 		_, err := fmt.Fprintln(w, "No runners. Start one: coppice runner, or coppice dev")
 		return err
 	}
-	rows := make([][]string, 0, len(list))
+	rows, below := make([][]string, 0, len(list)), make([]string, 0, len(list))
 	for _, r := range list {
 		rows = append(rows, []string{
 			r.ID, r.Hostname, string(r.State), fmt.Sprintf("%d/%d", r.Allocated.Sandboxes, r.Capacity.Sandboxes), fmt.Sprintf("%d/%d", r.Allocated.VCPUs, r.Capacity.VCPUs),
-			fmt.Sprintf("%d/%d", r.Allocated.MemoryMiB, r.Capacity.MemoryMiB), render.Size(r.DiskFreeMB << 20), r.Class.VMM + " " + r.Class.VMMVersion, r.Class.Accelerator, render.Age(now, r.HeartbeatAt),
+			fmt.Sprintf("%d/%d", r.Allocated.MemoryMiB, r.Capacity.MemoryMiB), render.Size(r.DiskFreeMB << 20), render.Age(now, r.HeartbeatAt),
 		})
+		below = append(below, r.Class.VMM+" "+r.Class.VMMVersion+", "+r.Class.Accelerator)
 	}
-	return render.Table(w, "ID HOST STATE SANDBOXES VCPUS MIB DISK-FREE VMM ACCELERATOR HEARD", rows)
+	return render.TableWithNotes(w, "ID HOST STATE SANDBOXES VCPUS MIB DISK-FREE HEARD", rows, below)
 }
 
 func newDrainCommand(a *cli.App, on bool) *cobra.Command {

@@ -176,11 +176,11 @@ func printCheckpoints(w io.Writer, now time.Time, list []coppice.Checkpoint) err
 	rows := make([][]string, 0, len(list))
 	for _, cp := range list {
 		rows = append(rows, []string{
-			render.Short(cp.ID), cp.Name, string(cp.State), string(cp.Kind), render.Short(cp.ParentID), render.Short(cp.WorkspaceID), fmt.Sprint(cp.ChildrenCount),
-			render.Size(cp.DeltaBytes), render.Size(cp.DiskBytes), stored(cp), render.Milliseconds(cp.PauseMS), render.Age(now, cp.CreatedAt),
+			render.Short(cp.ID), cp.Name, string(cp.State), string(cp.Kind), render.Short(cp.ParentID), render.Short(cp.WorkspaceID),
+			render.Size(cp.DeltaBytes), stored(cp), render.Age(now, cp.CreatedAt),
 		})
 	}
-	return render.Table(w, "ID NAME STATE KIND PARENT WORKSPACE CHILDREN DELTA DISK STORED PAUSE AGE", rows)
+	return render.Table(w, "ID NAME STATE KIND PARENT WORKSPACE DELTA STORED AGE", rows)
 }
 
 // stored is the size of a checkpoint in the store, or the progress of its upload.

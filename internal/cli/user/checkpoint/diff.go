@@ -24,6 +24,9 @@ func newDiffCommand(a *cli.App) *cobra.Command {
 		Long: `Show the differences between two checkpoints of one tree: files added (A), changed (M) and removed (D), processes started (+) and ended (-),
 and how much memory differs. No machine is started for it. A renamed file appears as one removed and one added file.
 
+The files are those of the disk. What a machine keeps in memory counts as memory: /run, other file systems in memory, and its own
+/etc/hostname, /etc/hosts, /etc/resolv.conf and /etc/machine-id, which are mounted over those of the disk. Compare these in running forks.
+
 With --content, the lines that differ follow, for text files of at most 1 MiB.`,
 		Example: "  coppice ckpt diff before-upgrade 9r4w6xcv\n  coppice ckpt diff before-upgrade 9r4w6xcv --content",
 		Args:    cobra.ExactArgs(2),

@@ -69,7 +69,7 @@ func printSessions(w io.Writer, now time.Time, list []coppice.Session) error {
 
 // commandLine shows a command so that it fits a line.
 func commandLine(command []string) string {
-	const limit = 60
+	const limit = 44 // beside the other columns in a terminal of 100
 	words := make([]string, 0, len(command))
 	for _, w := range command {
 		if w == "" || strings.ContainsAny(w, " \t\n'\"\\$`*?;&|<>()") {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -122,7 +123,7 @@ func printAudit(w io.Writer, list []coppice.AuditRecord) error {
 		_, err := fmt.Fprintln(w, "No records.")
 		return err
 	}
-	rows := make([][]string, len(list))
+	rows, changes := make([][]string, len(list)), make([]string, len(list))
 	for i, r := range list {
 		change := ""
 		if r.Before != "" || r.After != "" {
@@ -132,7 +133,17 @@ func printAudit(w io.Writer, list []coppice.AuditRecord) error {
 		if change == "" && json.Unmarshal(r.Detail, &detail) == nil && detail.Path != "" {
 			change = strconv.QuoteToASCII(detail.Path) // of a file in a guest
 		}
-		rows[i] = []string{render.Moment(r.CreatedAt), r.Actor, render.Dash(r.Source), r.Action, r.ObjectID, render.Dash(change), string(r.Outcome)}
+		rows[i] = []string{render.Moment(r.CreatedAt), tail(r.Actor), render.Dash(r.Source), r.Action, tail(r.ObjectID), string(r.Outcome)}
+		changes[i] = change
 	}
-	return render.Table(w, "TIME ACTOR SOURCE ACTION OBJECT CHANGE OUTCOME", rows)
+	return render.TableWithNotes(w, "TIME ACTOR SOURCE ACTION OBJECT OUTCOME", rows, changes)
+}
+
+// tail is the end of an id, by which commands find its object, after what kind of object it is.
+func tail(id string) string {
+	kind, rest, found := strings.Cut(id, "_")
+	if !found || len(rest) != 26 { // not an id
+		return id
+	}
+	return kind + " " + render.Short(id)
 }

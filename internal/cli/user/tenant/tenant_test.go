@@ -38,7 +38,7 @@ func TestTenantCommands(t *testing.T) {
 		{"key show gone", 66, []string{`there is no valid key "gone"`}, ""},
 		{"key show " + clitest.ID("key", 9), 66, []string{"KEY_NOT_FOUND"}, ""},
 		{"key revoke ci", 0, []string{clitest.ID("key", 2) + " is revoked"}, `["revoke ` + clitest.ID("key", 2) + `"]`},
-		{"audit", 0, []string{clitest.ID("key", 1), "192.0.2.7", "forkCheckpoint", "- > ready", "succeeded"}, `["audit of "]`},
+		{"audit", 0, []string{"key 00000001", "192.0.2.7", "forkCheckpoint", "- > ready", "succeeded"}, `["audit of "]`},
 		{"audit --project blue", 0, []string{"forkCheckpoint"}, `["audit of ` + clitest.ID("prj", 2) + `"]`},
 		{"audit --project system --json", 0, []string{`"forkCheckpoint"`}, `["audit of ` + clitest.ID("prj", 0) + `"]`},
 		{"audit --project green", 66, []string{`there is no project "green"`}, ""},
