@@ -210,7 +210,7 @@ demo-pool: needs build $(VERSITYGW) ## the same on two runners, each on a host o
 dev: needs build image ## run controller, runner and PostgreSQL here until Ctrl-C (root)
 	bin/coppice dev --data-dir $(VAR)/dev
 
-bench: build image ## measure boots, forks, checkpoints and memory in one run of at most 15 minutes: BENCH="-vmm qemu -accel tcg" (root)
+bench: build image ## measure boots, forks, checkpoints and memory in one run of at most 25 minutes: BENCH="-vmm qemu -accel tcg" (root)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/test/bench
 	bin/bench -out $(VAR)/bench -images-dir $(COPPICE_IMAGES_DIR) $(if $(COPPICE_QEMU),-qemu $(COPPICE_QEMU)) \
 		$(if $(COPPICE_CLOUD_HYPERVISOR),-cloud-hypervisor $(COPPICE_CLOUD_HYPERVISOR)) $(BENCH)

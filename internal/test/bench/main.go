@@ -122,6 +122,7 @@ func sections() []section {
 		{"boot", "cold boots, creating, and single forks, in turns", (*bench).measureBoots, ""},
 		{"sealed", "sealed and unsealed forks, in turns", (*bench).measureSealed, ""},
 		{"fork", "forks of 1, 8 and 32, in turns", (*bench).measureForks, ""},
+		{"thinking", "forks after a thought, with prepared machines and without, in turns", (*bench).measureThinking, ""},
 		{"pause", "checkpoint pauses by dirty memory and RAM, in turns", (*bench).measurePauses, ""},
 		{"depth", "checkpoint to a child's first exec at depth 1 and 64, in turns", (*bench).measureDepth, ""},
 		{"steps", "steps of a search", (*bench).measureSteps, ""},
@@ -296,6 +297,12 @@ func sweep(ctx context.Context, cfg config, data string, progress io.Writer) err
 		return err
 	}
 	err := b.open(ctx, data)
+	if _, absent := os.Stat(preparingDir(cfg)); err == nil && absent == nil {
+		var s *server
+		if s, err = startServer(ctx, b.cfg, preparingDir(cfg)); err == nil {
+			err = s.stop()
+		}
+	}
 	return errors.Join(err, b.close(ctx), testpool.RemoveDir(data))
 }
 

@@ -42,10 +42,10 @@ const (
 	maxSandboxes = 96
 )
 
-// startServer starts `coppice dev` and waits until it reports that it is ready. It ends with this process.
-func startServer(ctx context.Context, cfg config, dir string) (_ *server, err error) {
+// startServer starts `coppice dev`, with further flags, and waits until it reports that it is ready. It ends with this process.
+func startServer(ctx context.Context, cfg config, dir string, flags ...string) (_ *server, err error) {
 	s := &server{
-		ended: make(chan struct{}), log: filepath.Join(cfg.out, "coppice.log"), image: cfg.image,
+		ended: make(chan struct{}), log: filepath.Join(cfg.out, "coppice-"+filepath.Base(dir)+".log"), image: cfg.image,
 		live: make(map[coppice.WorkspaceID]int),
 	}
 	log, err := os.Create(s.log)
@@ -64,6 +64,7 @@ func startServer(ctx context.Context, cfg config, dir string) (_ *server, err er
 	}
 	s.cmd = exec.Command(cfg.coppice, "--json", "dev", "--data-dir", s.data, "--images-dir", cfg.images, "--listen", "127.0.0.1:0", "--on-exit", "stop", //nolint:gosec,noctx // G204: our own program, which stop ends
 		"--max-sandboxes", fmt.Sprint(maxSandboxes), "--warm", fmt.Sprint(warmShells), "--log-level", "warn", "--vmm", cfg.vmm, "--accel", cfg.accel)
+	s.cmd.Args = append(s.cmd.Args, flags...)
 	s.cmd.Env = append(os.Environ(), "COPPICE_CONNECTION="+filepath.Join(dir, "connection.json"), "COPPICE_QEMU="+cfg.qemu, "COPPICE_CLOUD_HYPERVISOR="+cfg.ch)
 	s.cmd.Stdout, s.cmd.Stderr = in, log
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
