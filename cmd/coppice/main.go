@@ -42,6 +42,7 @@ var commands = []func(*cli.App) *cobra.Command{
 	workspace.NewForkCommand,
 	grant.NewCommand,
 	workspace.NewRestoreCommand,
+	workspace.NewStepCommand,
 	contexts.NewCommand,
 	session.NewCommand,
 	history.NewOperationCommand,

@@ -2,10 +2,12 @@
 package clitest
 
 import (
+	"bytes"
 	"context"
 	"encoding/base64"
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -496,4 +498,22 @@ func (f *Server) copyTerminal(ctx context.Context, conn *websocket.Conn, p *prog
 	_ = p.cmd.Wait()
 	_ = conn.Write(ctx, websocket.MessageText, fmt.Appendf(nil, `{"type":"exit","session":{"exit_code":%d,"timed_out":false}}`, p.cmd.ProcessState.ExitCode()))
 	_ = conn.Close(websocket.StatusNormalClosure, "")
+}
+
+// StepCheckpoint answers in lines: the last action first.
+func (f *Server) StepCheckpoint(_ context.Context, r api.StepCheckpointRequestObject) (api.StepCheckpointResponseObject, error) {
+	var b bytes.Buffer
+	lines := json.NewEncoder(&b)
+	op := api.StepEvent{OperationID: ID("op", 1)}
+	err := lines.Encode(op)
+	for i, action := range slices.Backward(r.Body.Actions) {
+		e := op
+		e.Action = &api.StepActionResult{Index: i, Kept: api.KeepCheckpoint, CheckpointID: ID("ckpt", i+1), ExitCode: new(0), Score: new(0.5), Timings: api.Timings{}}
+		if len(action.Command) == 0 {
+			e.Action = &api.StepActionResult{Index: i, Kept: api.KeepNothing, Problem: &api.Failure{Code: "CAPACITY", Message: "no room"}, Timings: api.Timings{}}
+		}
+		err = errors.Join(err, lines.Encode(e))
+	}
+	op.State = api.OperationSucceeded
+	return api.StepCheckpoint200ApplicationXNdjsonResponse{Body: &b}, errors.Join(err, lines.Encode(op))
 }
