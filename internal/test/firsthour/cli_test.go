@@ -30,6 +30,7 @@ func cliRules() map[string]rule {
 		"coppice context add lab https://ctl-1:7070 --token-file agent.key --use":                                                          {instead: "COPPICE_CONNECTION=$PWD/other.json coppice context add lab https://ctl-1:7070 --token-file agent.key --use"},
 		"coppice events --follow --type workspace.ready --type operation":                                                                  follow("coppice events --follow --type workspace.ready --type operation", "coppice ws create -q"),
 		"coppice events --follow --after 4711 --json":                                                                                      follow("coppice events --follow --after 0 --json", "sleep 0.1"),
+		"coppice grant put demo openai --secret-file - < key":                                                                              {before: "coppice ws network demo --add api.openai.com --add tickets.example.com"},
 		"coppice grant put demo openai --vault-ref vault://secret/agents/openai#key --rpm 60":                                              {skip: byVault},
 		"coppice key create agent --project blue --scope workspace:read,workspace:create,workspace:exec,checkpoint:read,checkpoint:create": {before: "coppice key revoke agent --project blue"},
 		"COPPICE_TOKEN_FILE=agent.key coppice mcp":                                                                                         {instead: "COPPICE_TOKEN_FILE=agent.key coppice mcp < /dev/null"},
@@ -37,6 +38,7 @@ func cliRules() map[string]rule {
 		"coppice op cancel op_06h23pjzw358e1dsh3eef37yt8":                                                                                  {instead: "coppice op cancel $(coppice op ls --all -q | head -1)"},
 		"coppice project create blue --quota workspaces=100 --quota checkpoint_bytes=1000000000000":                                        {before: "coppice project rm blue"},
 		"coppice restore before-upgrade --name second-try":                                                                                 {before: "coppice ckpt rename $(cat id) before-upgrade"},
+		"coppice step 9r4w6xcv actions.json":                                                                                               {before: `echo '{"actions": [{"command": ["true"]}, {"command": ["id", "-un"], "keep": "nothing"}]}' > actions.json`},
 		"coppice session kill demo 9r4w6xcv": {
 			before: "coppice ws exec -d demo -- sleep 1000 > session", instead: "coppice session kill demo $(cat session)",
 		},
@@ -58,6 +60,12 @@ func cliRules() map[string]rule {
 		"coppice runner-trash --data-dir /var/lib/coppice":                                       {skip: "it removes files of a runner: internal/daemon has a test for each of its refusals"},
 		"coppice store check --read-data-subset=10%":                                             {skip: needsStore},
 		"coppice store check --read-data-subset=$(( $(date +%j) % 30 + 1 ))/30":                  {skip: needsStore},
+	}
+	for _, line := range []string{
+		"coppice image pull python:3.12-slim", "coppice image pull --name app --mirror mirror.example:5000 registry.example/team/app:1.4",
+		"coppice image pull --plain-http localhost:5000 localhost:5000/app",
+	} {
+		rules[line] = rule{skip: "it needs a registry: internal/test/e2e.TestPulledImage has one"}
 	}
 	for _, line := range []string{
 		"coppice controller --database postgres://coppice@db/coppice --key-file /etc/coppice/cluster.key --api-key-file /etc/coppice/api.key --listen 0.0.0.0:7070 --tls-cert api.pem --tls-key api.key --runner-listen 0.0.0.0:7071",

@@ -174,11 +174,12 @@ func newKeyListCommand(a *cli.App) *cobra.Command {
 }
 
 func printKeys(w io.Writer, now time.Time, list []coppice.APIKey) error {
-	rows := make([][]string, 0, len(list))
+	rows, below := make([][]string, 0, len(list)), make([]string, 0, len(list))
 	for _, k := range list {
-		rows = append(rows, []string{k.ID, k.Name, keyState(now, k), k.Prefix + "…", scopesOf(k), render.Age(now, k.LastUsedAt), render.Left(now, k.ExpiresAt), render.Age(now, k.CreatedAt)})
+		rows = append(rows, []string{k.ID, k.Name, keyState(now, k), render.Age(now, k.LastUsedAt), render.Left(now, k.ExpiresAt), render.Age(now, k.CreatedAt)})
+		below = append(below, k.Prefix+"…  "+scopesOf(k))
 	}
-	return render.Table(w, "ID NAME STATE SECRET SCOPES USED LEFT AGE", rows)
+	return render.TableWithNotes(w, "ID NAME STATE USED LEFT AGE", rows, below)
 }
 
 func scopesOf(k coppice.APIKey) string {
