@@ -66,8 +66,11 @@ func TestStep(t *testing.T) {
 	}
 }
 
-// TestStepOverParts logs how long a step of four actions takes, and the same by separate calls.
+// TestStepOverParts logs how long a step of four actions takes, and the same by separate calls. It is a measurement: make test-long has it.
 func TestStepOverParts(t *testing.T) {
+	if !*long {
+		return
+	}
 	s := theStack(t)
 	ctx := t.Context()
 	root := seed(t)
