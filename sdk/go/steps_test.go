@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -61,5 +62,105 @@ func TestStreamStep(t *testing.T) {
 	}
 	if a, b := <-keys, <-keys; a == "" || a != b {
 		t.Errorf("the keys %q and %q", a, b)
+	}
+}
+
+// TestStepConformance carries out the table that all SDKs have in common; sdk/conformance/README.md says what its words mean.
+func TestStepConformance(t *testing.T) {
+	t.Parallel()
+	b, err := os.ReadFile("../conformance/steps.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var table []stepCase
+	if err := json.Unmarshal(b, &table); err != nil || len(table) < 10 {
+		t.Fatalf("%d cases, %v", len(table), err)
+	}
+	for _, x := range table {
+		t.Run(x.Name, func(t *testing.T) {
+			t.Parallel()
+			x.run(t)
+		})
+	}
+}
+
+type stepCase struct {
+	Name, Key, Error string
+	Events           []string
+	Requests         int64
+	Answers          []struct {
+		Status  int
+		Problem string
+		Lines   []string
+		Part    string
+		Cut     bool
+	}
+}
+
+func (x stepCase) run(t *testing.T) {
+	t.Helper()
+	var asked atomic.Int64
+	keys := make(chan string, x.Requests+1)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		a := x.Answers[min(int(asked.Add(1)), len(x.Answers))-1]
+		select {
+		case keys <- r.Header.Get("Idempotency-Key"):
+		default:
+		}
+		if a.Problem != "" {
+			w.Header().Set("Content-Type", "application/problem+json")
+			w.WriteHeader(a.Status)
+			fmt.Fprintf(w, `{"type":"x","title":"x","detail":"x","request_id":"x","status":%d,"code":%q}`, a.Status, a.Problem)
+			return
+		}
+		w.Header().Set("Content-Type", "application/x-ndjson")
+		for _, line := range a.Lines {
+			fmt.Fprintln(w, line)
+		}
+		fmt.Fprint(w, a.Part)
+		if a.Cut {
+			_ = http.NewResponseController(w).Flush()
+			panic(http.ErrAbortHandler)
+		}
+	}))
+	t.Cleanup(server.Close)
+	c, err := coppice.New(coppice.Config{Server: server.URL})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(c.Close)
+	ctx := t.Context()
+	if x.Key != "" {
+		ctx = coppice.WithIdempotencyKey(ctx, x.Key)
+	}
+	seen := []string{}
+	var last error
+	for e, err := range c.StreamStep(ctx, "ckpt_0", coppice.StepRequest{Actions: make([]coppice.StepAction, 2)}) {
+		if last = err; err != nil {
+			break
+		}
+		s := e.OperationID
+		if a := e.Action; a != nil {
+			if s += fmt.Sprintf(" %d %s", a.Index, a.Kept); a.Problem != nil {
+				s += " " + a.Problem.Code
+			}
+		}
+		seen = append(seen, s)
+	}
+	if !slices.Equal(seen, x.Events) || asked.Load() != x.Requests {
+		t.Errorf("%q after %d requests", seen, asked.Load())
+	}
+	if x.Error == "" && last != nil || x.Error != "" && !errors.Is(last, coppice.Code(x.Error)) {
+		t.Errorf("the error is %v", last)
+	}
+	close(keys)
+	first := <-keys
+	for key := range keys {
+		if key != first {
+			t.Errorf("the keys %q and %q", first, key)
+		}
+	}
+	if first == "" || x.Key != "" && first != x.Key {
+		t.Errorf("the key %q", first)
 	}
 }

@@ -150,7 +150,7 @@ var generated = []madeFrom{
 	{python + "src/coppice/_operations.py", []string{"api/openapi.yaml", python + "tools/generate.py"}},
 	{python + "src/coppice/_codes.py", []string{"docs/ERRORS.md", python + "tools/generate.py"}},
 	pythonSync("__init__"), pythonSync("admin"), pythonSync("checkpoint"), pythonSync("client"), pythonSync("events"), pythonSync("files"),
-	pythonSync("network"), pythonSync("session"), pythonSync("transport"), pythonSync("watches"), pythonSync("workspace"),
+	pythonSync("network"), pythonSync("session"), pythonSync("steps"), pythonSync("transport"), pythonSync("watches"), pythonSync("workspace"),
 	{"controller/compat/e2b/envd/process/process.pb.go", []string{"controller/compat/e2b/envd/process/process.proto"}},
 	{"controller/compat/e2b/envd/process/process.connect.go", []string{"controller/compat/e2b/envd/process/process.proto"}},
 	{"controller/compat/e2b/envd/filesystem/filesystem.pb.go", []string{"controller/compat/e2b/envd/filesystem/filesystem.proto"}},

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 from conftest import Live
-from coppice import Checkpoint, Coppice, Workspace, errors
+from coppice import Checkpoint, Coppice, Workspace, action, errors
 from double import Answer, Double, problem
 
 TABLE: dict[str, Any] = yaml.safe_load(
@@ -101,7 +101,13 @@ class Driver:
         return on.restore(a["to"])
 
     def do_step(self, on: Checkpoint, a: dict[str, Any]) -> Checkpoint:
-        return on.step(a["command"]).checkpoint
+        (ended,) = on.step([a["command"]]).actions
+        return self.client.checkpoint(ended.checkpoint_id or "none was kept")
+
+    def do_stream_step(self, on: Checkpoint, a: dict[str, Any]) -> Any:
+        events = list(on.stream_step([action(**x) for x in a["actions"]], idempotency_key=a.get("key", "")))
+        assert events[0].action is None and {e.operation_id for e in events} == {events[0].operation_id}
+        return sorted((e.action for e in events if e.action), key=lambda x: x.index)
 
     def do_suspend(self, on: Workspace, _: dict[str, Any]) -> Workspace:
         return on.suspend()

@@ -17,7 +17,6 @@ SDK = Path(__file__).resolve().parents[1]
 
 # Operations that no method calls, and why.
 UNREACHED = {
-    "stepCheckpoint": "not in this SDK yet: the API",
     "terminateWorkspace": "deleteWorkspace is the same",
     "attach": "a WebSocket, whose address attachSession gives",
     "createFilesPass": "files go through the server",

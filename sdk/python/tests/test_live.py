@@ -170,8 +170,10 @@ def test_the_tree(ws: Workspace, coppice: Coppice) -> None:
     assert [n.checkpoint.id for n in root.tree()] == [root.id, child.id]
     ws.restore(root)
     assert ws.info.epoch == 2 and not ws.files.exists("/root/new")
-    step = child.step("echo stepped", annotations={"score": 1})
-    assert step.result.stdout == "stepped\n" and step.checkpoint.parent_id == child.id
+    (stepped,) = child.step(["echo stepped"]).actions
+    assert stepped.stdout == "stepped\n" and stepped.checkpoint_id is not None
+    after = coppice.checkpoint(stepped.checkpoint_id)
+    assert after.parent_id == child.id
     child.annotate(lambda now: {"score": now["score"] + 1})
     assert coppice.checkpoint(child.id).annotations == {"score": 1.5}
     child.refresh()
@@ -181,9 +183,9 @@ def test_the_tree(ws: Workspace, coppice: Coppice) -> None:
         assert forks[0].id != forks[1].id and forks[0].checkpoint_id == child.id
     assert forks[0].state == "terminated"
     assert child.usage().workspaces >= 3 and list(child.effects()) == []
-    step.checkpoint.delete()
+    after.delete()
     with pytest.raises(errors.CheckpointNotFound):
-        step.checkpoint.fork()
+        after.fork()
 
 
 def test_suspend_and_resume(ws: Workspace) -> None:

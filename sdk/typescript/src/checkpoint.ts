@@ -2,12 +2,15 @@ import { all, type Context, only } from "./context.js";
 import { CoppiceError, isCode } from "./errors.js";
 import { exportCheckpoint, type ExportedFile } from "./export.js";
 import type * as models from "./gen/models.js";
+import { streamStep } from "./steps.js";
 import type { CallOptions } from "./transport.js";
+import { collect } from "./wire.js";
 import { type Forks, forksOf, Workspace } from "./workspace.js";
 
 /** How often annotate tries while others keep changing the checkpoint. */
 const annotateAttempts = 100;
 const pageSize = 500;
+const maxFile = 256 << 20;
 
 /** Checkpoint is an immutable node of the tree. */
 export class Checkpoint {
@@ -52,6 +55,25 @@ export class Checkpoint {
     const body = typeof request === "string" ? { workspace_name: request } : request;
     const result = await this.#context.transport.start("restoreCheckpoint", { path: this.#path(), body, ...only(options) });
     return new Workspace(this.#context, result.workspace);
+  }
+
+  /**
+   * step tries several actions, each in a fork of its own, and returns when all have ended. An action that failed has a
+   * `problem`, and does not end the others.
+   */
+  step(request: models.StepAction[] | models.StepRequest, options: CallOptions = {}): Promise<models.StepResult> {
+    const body = Array.isArray(request) ? { actions: request } : request;
+    return this.#context.transport.start("stepCheckpoint", { path: this.#path(), body, ...only(options) });
+  }
+
+  /**
+   * streamStep does the same, and yields the results as they come: first an event with the id of the operation alone, then
+   * one for each action when it ends. If the connection breaks, it asks again, and yields nothing twice. If the operation
+   * failed, because it was canceled for example, it throws why. The step goes on if the signal or the caller ends the loop.
+   */
+  streamStep(request: models.StepAction[] | models.StepRequest, options: CallOptions = {}): AsyncGenerator<models.StepEvent, void, void> {
+    const body = Array.isArray(request) ? { actions: request } : request;
+    return streamStep(this.#context, this.id, body, options);
   }
 
   /** waitSealed waits until the checkpoint is in the store, or will never be: `state` says which. */
@@ -146,6 +168,12 @@ export class Checkpoint {
   /** effects yields what may have been changed outside on the path from the root, in the order of time. */
   effects(options: CallOptions = {}): AsyncGenerator<models.Effect, void, void> {
     return all(this.#context, "listEffects", { path: this.#path(), ...options });
+  }
+
+  /** readFile returns a file as it was when the machine was captured, at most 256 MiB of it. No machine runs for it. */
+  async readFile(path: string, options: CallOptions = {}): Promise<Uint8Array> {
+    const answer = await this.#context.transport.stream("getCheckpointFile", { path: this.#path(), query: { path }, signal: options.signal });
+    return collect(answer.body, maxFile, path);
   }
 
   /** export streams a sealed checkpoint as one file; Coppice.import reads it. */

@@ -47,6 +47,13 @@ export interface CheckpointFilter extends CallOptions {
   parent?: models.CheckpointID;
 }
 
+export interface OperationFilter extends CallOptions {
+  states?: models.OperationState[];
+  kinds?: models.OperationKind[];
+  workspace?: models.WorkspaceID;
+  checkpoint?: models.CheckpointID;
+}
+
 const hour = 3_600_000;
 const maxDocument = 16 << 20;
 
@@ -133,6 +140,21 @@ export class Coppice {
   /** operation returns an operation as it is now. */
   operation(id: models.OperationID, options: CallOptions = {}): Promise<models.Operation> {
     return this.#context.transport.call("getOperation", { path: { operation_id: id }, signal: options.signal });
+  }
+
+  /** operations yields the operations of the project, newest first. */
+  operations(filter: OperationFilter = {}): AsyncGenerator<models.Operation, void, void> {
+    const query = { state: filter.states, kind: filter.kinds, workspace_id: filter.workspace, checkpoint_id: filter.checkpoint };
+    return all(this.#context, "listOperations", { query, signal: filter.signal });
+  }
+
+  /** cancelOperation stops an operation that makes workspaces, and waits for its end: it may still have succeeded. */
+  async cancelOperation(id: models.OperationID, options: CallOptions = {}): Promise<models.Operation> {
+    const { transport } = this.#context;
+    const call = { path: { operation_id: id }, query: { wait: 60 }, signal: options.signal };
+    let operation = await transport.call("cancelOperation", call);
+    while (operation.state !== "succeeded" && operation.state !== "failed") operation = await transport.call("getOperation", call);
+    return operation;
   }
 
   /** waitOperation waits for the end of an operation, and throws if it failed. */

@@ -2,7 +2,7 @@
 export { Attachment, type AttachEvent } from "./attach.js";
 export { Administration, type AuditFilter } from "./administration.js";
 export { Checkpoint } from "./checkpoint.js";
-export { type CheckpointFilter, type ClientOptions, Coppice, type WorkspaceFilter } from "./client.js";
+export { type CheckpointFilter, type ClientOptions, Coppice, type OperationFilter, type WorkspaceFilter } from "./client.js";
 export type { Copied, CopyLimits } from "./context.js";
 export { type ClientCode, type Code, CoppiceError, type ErrorCode, isCode } from "./errors.js";
 export type { EventFilter } from "./events.js";

@@ -170,7 +170,7 @@ export class Transport {
 
   async #repeat<Name extends keyof Operations, T>(name: Name, call: Call<Name>, read: (answer: WireAnswer) => Promise<T>): Promise<T> {
     const route: Route = routes[name];
-    const key = route.keyed ? (call.idempotencyKey ?? `ts-${randomText()}`) : undefined;
+    const key = route.keyed ? (call.idempotencyKey ?? newKey()) : undefined;
     const idempotent = key !== undefined || route.method === "GET" || route.method === "HEAD" || route.method === "DELETE";
     const once = call.once === true || !repeatable(call.raw);
     const first = Date.now();
@@ -316,7 +316,8 @@ function ofOperation(error: unknown, id: string): unknown {
   });
 }
 
-function randomText(): string {
+/** newKey makes an idempotency key. */
+export function newKey(): string {
   const random = crypto.getRandomValues(new Uint8Array(16));
-  return Array.from(random, (b) => b.toString(16).padStart(2, "0")).join("");
+  return `ts-${Array.from(random, (b) => b.toString(16).padStart(2, "0")).join("")}`;
 }

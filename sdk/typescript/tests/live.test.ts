@@ -129,6 +129,32 @@ describe.skipIf(process.env["SDK_SHORT"] === "1")("against a live controller", (
     await expect(ws.session(sleeper.id)).rejects.toMatchObject({ code: "SESSION_NOT_FOUND" });
   });
 
+  test("steps", async () => {
+    await using ws = await make();
+    const node = await ws.checkpoint();
+    const stop = new AbortController();
+    const actions = [{ command: ["echo", "1"], files: [{ path: "/f", content: "x" }] }, { command: ["false"], only_if: { exit_code: 0 } }];
+    const events = await toArray(node.streamStep({ actions, parallel: 1 }, { idempotencyKey: `step-${node.id}`, signal: stop.signal }));
+    expect(events).toHaveLength(3);
+    const ended = events.flatMap((event) => (event.action ? [event.action] : [])).sort((a, b) => a.index - b.index);
+    expect(ended.map((a) => [a.exit_code, a.stdout, a.kept])).toEqual([[0, "1\n", "checkpoint"], [1, undefined, "nothing"]]);
+    const again = await node.step({ actions, parallel: 1 }, { idempotencyKey: `step-${node.id}` });
+    expect(again.actions.map((a) => a.checkpoint_id)).toEqual(ended.map((a) => a.checkpoint_id));
+    const child = await coppice.checkpoint(ended[0]?.checkpoint_id ?? "");
+    expect(text(await child.readFile("/f"))).toBe("x");
+    await expect(node.step([{}])).rejects.toMatchObject({ code: "INVALID_FIELD" });
+
+    let operation = "";
+    const canceled = async (): Promise<void> => {
+      for await (const event of node.streamStep([{ command: ["sleep", "3600"], timeout_ms: 3_600_000 }])) {
+        operation = event.operation_id;
+        expect((await coppice.cancelOperation(operation)).state).toBe("failed");
+      }
+    };
+    await expect(canceled()).rejects.toMatchObject({ code: "OPERATION_CANCELED" });
+    expect((await toArray(coppice.operations({ checkpoint: node.id, kinds: ["step_checkpoint"] }))).map((o) => o.id)).toContain(operation);
+  });
+
   test("100 MiB of binary output arrive whole", async () => {
     await using ws = await make();
     const session = await ws.exec(["fill", String(100 << 20)]);

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from . import models as models
     from ._async.checkpoint import AsyncCheckpoint as AsyncCheckpoint
     from ._async.checkpoint import AsyncCheckpointFiles as AsyncCheckpointFiles
-    from ._async.checkpoint import AsyncStep as AsyncStep
     from ._async.client import AsyncCoppice as AsyncCoppice
     from ._async.files import AsyncFiles as AsyncFiles
     from ._async.network import AsyncNetwork as AsyncNetwork
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
     from ._errors import APIError as APIError
     from ._errors import CommandFailed as CommandFailed
     from ._errors import CoppiceError as CoppiceError
+    from ._requests import action as action
     from ._results import Diff as Diff
     from ._results import Output as Output
     from ._results import Result as Result
     from ._sync.checkpoint import Checkpoint as Checkpoint
     from ._sync.checkpoint import CheckpointFiles as CheckpointFiles
-    from ._sync.checkpoint import Step as Step
     from ._sync.client import Coppice as Coppice
     from ._sync.files import Files as Files
     from ._sync.network import Network as Network
@@ -64,7 +63,6 @@ _PLACES = {
     "AsyncForks": "._async.workspace",
     "AsyncNetwork": "._async.network",
     "AsyncSession": "._async.session",
-    "AsyncStep": "._async.checkpoint",
     "AsyncWatches": "._async.watches",
     "AsyncWorkspace": "._async.workspace",
     "Attached": "._sync.session",
@@ -82,9 +80,9 @@ _PLACES = {
     "Output": "._results",
     "Result": "._results",
     "Session": "._sync.session",
-    "Step": "._sync.checkpoint",
     "Watches": "._sync.watches",
     "Workspace": "._sync.workspace",
+    "action": "._requests",
     "errors": ".errors",
     "models": ".models",
     "search": ".search",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from . import models
+from ._results import Command, milliseconds, words
 
 
 class Launch(TypedDict, total=False):
@@ -27,6 +28,65 @@ class Launch(TypedDict, total=False):
 class ForkLaunch(Launch, total=False):
     grants: str | Sequence[str]
     """Which grants of the parent the children have: `inherit`, `none`, or a list of ids."""
+
+
+class StepLaunch(TypedDict, total=False):
+    """What all workspaces of a step can have."""
+
+    env: Mapping[str, str]
+    labels: Mapping[str, str]
+    allow: Sequence[str]
+    egress_policy: str
+    ttl: int
+    """Terminate a workspace that is kept after this time, in seconds."""
+    grants: str | Sequence[str]
+
+
+def action(
+    command: Command | None = None,
+    *,
+    files: Mapping[str, str | bytes] | None = None,
+    stdin: str | bytes | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+    user: str | None = None,
+    timeout: float | None = None,
+    keep: str | None = None,
+    only_if: models.StepCondition | None = None,
+    workspace_name: str | None = None,
+    checkpoint: models.CreateCheckpointRequest | None = None,
+) -> models.StepAction:
+    """An action of a step: files by their paths, which are written first, and a program. At least one of both.
+
+    `keep` is `checkpoint` (the default), `workspace` or `nothing`; with `only_if`, something is kept only if that holds.
+    `checkpoint` has the name, labels and annotations of the checkpoint. The program may run for 60 seconds, or `timeout`.
+    """
+    made = models.StepAction(
+        command=None if command is None else words(command), env=dict(env) if env else None, cwd=cwd, user=user,
+        timeout_ms=None if timeout is None else milliseconds(timeout), keep=keep, only_if=only_if, name=workspace_name,
+        checkpoint=checkpoint,
+    )
+    if files:
+        made.files = [
+            models.StepFile(path=path, content=data) if isinstance(data, str) else models.StepFile(path=path, content_base64=data)
+            for path, data in files.items()
+        ]
+    if isinstance(stdin, str):
+        made.stdin = stdin or None
+    elif stdin:
+        made.stdin_base64 = stdin
+    return made
+
+
+def step(
+    actions: Sequence[models.StepAction | str], parallel: int | None, options: Mapping[str, Any]
+) -> models.StepRequest:
+    """The request of a step. A text is an action with that line for `sh -c`."""
+    if isinstance(actions, str):
+        raise TypeError("actions must be a list")
+    return models.StepRequest(
+        actions=[action(a) if isinstance(a, str) else a for a in actions], parallel=parallel, **launch(options)
+    )
 
 
 def launch(options: Mapping[str, Any]) -> dict[str, Any]:

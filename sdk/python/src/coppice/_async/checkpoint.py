@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, List
 
@@ -14,21 +13,14 @@ from .. import _requests as requests
 from .. import models
 from .._codes import VersionConflict
 from .._policy import Call
-from .._results import Command, Diff, Result
+from .._results import Diff
 from .files import absolute
+from .steps import AsyncStepStream
 from .transport import AsyncTransport, read_bounded
 from .workspace import AsyncWorkspace, AsyncForks, children
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-@dataclass
-class AsyncStep:
-    """What a program did to a checkpoint: its result, and the checkpoint after it."""
-
-    result: Result
-    checkpoint: AsyncCheckpoint
 
 
 class AsyncCheckpointFiles:
@@ -134,19 +126,38 @@ class AsyncCheckpoint:
 
     async def step(
         self,
-        command: Command,
+        actions: Sequence[models.StepAction | str],
         *,
-        name: str | None = None,
-        annotations: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> AsyncStep:
-        """Forks this checkpoint once, runs a program there, and checkpoints the fork. The fork ends."""
-        forks = await self.fork(1)
-        async with forks[0] as ws:
-            result = await ws.run(command, timeout=timeout, env=env, cwd=cwd)
-            return AsyncStep(result, await ws.checkpoint(name, annotations=annotations))
+        parallel: int | None = None,
+        idempotency_key: str = "",
+        **options: Unpack[requests.StepLaunch],
+    ) -> models.StepResult:
+        """Tries several actions, each in a fork of its own, and returns when all have ended.
+
+        `coppice.action` makes an action; a text is one with a line for `sh -c`. An action that failed has a `problem`, and
+        does not end the others. `parallel` of them have a workspace at the same time.
+        """
+        call = self._call(op.stepCheckpoint, requests.step(actions, parallel, options))
+        call.key = idempotency_key
+        return await self._t.start(call, models.StepResult)
+
+    def stream_step(
+        self,
+        actions: Sequence[models.StepAction | str],
+        *,
+        parallel: int | None = None,
+        idempotency_key: str = "",
+        **options: Unpack[requests.StepLaunch],
+    ) -> AsyncIterator[models.StepEvent]:
+        """Does the same, and yields the results as they come.
+
+        The first event has only the id of the operation; then there is one for each action when it ends. If the connection
+        breaks, it asks again with the same key, and yields no result twice. If the operation failed, because it was canceled
+        for example, it raises why. The step goes on if the caller stops reading: client.cancel_operation ends it.
+        """
+        call = self._call(op.stepCheckpoint, requests.step(actions, parallel, options))
+        call.key = idempotency_key
+        return AsyncStepStream(self._t, call).read()
 
     async def update(
         self,

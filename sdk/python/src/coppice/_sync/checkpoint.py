@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, List
 
@@ -15,21 +14,14 @@ from .. import _requests as requests
 from .. import models
 from .._codes import VersionConflict
 from .._policy import Call
-from .._results import Command, Diff, Result
+from .._results import Diff
 from .files import absolute
+from .steps import StepStream
 from .transport import Transport, read_bounded
 from .workspace import Workspace, Forks, children
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-@dataclass
-class Step:
-    """What a program did to a checkpoint: its result, and the checkpoint after it."""
-
-    result: Result
-    checkpoint: Checkpoint
 
 
 class CheckpointFiles:
@@ -135,19 +127,38 @@ class Checkpoint:
 
     def step(
         self,
-        command: Command,
+        actions: Sequence[models.StepAction | str],
         *,
-        name: str | None = None,
-        annotations: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-    ) -> Step:
-        """Forks this checkpoint once, runs a program there, and checkpoints the fork. The fork ends."""
-        forks = self.fork(1)
-        with forks[0] as ws:
-            result = ws.run(command, timeout=timeout, env=env, cwd=cwd)
-            return Step(result, ws.checkpoint(name, annotations=annotations))
+        parallel: int | None = None,
+        idempotency_key: str = "",
+        **options: Unpack[requests.StepLaunch],
+    ) -> models.StepResult:
+        """Tries several actions, each in a fork of its own, and returns when all have ended.
+
+        `coppice.action` makes an action; a text is one with a line for `sh -c`. An action that failed has a `problem`, and
+        does not end the others. `parallel` of them have a workspace at the same time.
+        """
+        call = self._call(op.stepCheckpoint, requests.step(actions, parallel, options))
+        call.key = idempotency_key
+        return self._t.start(call, models.StepResult)
+
+    def stream_step(
+        self,
+        actions: Sequence[models.StepAction | str],
+        *,
+        parallel: int | None = None,
+        idempotency_key: str = "",
+        **options: Unpack[requests.StepLaunch],
+    ) -> Iterator[models.StepEvent]:
+        """Does the same, and yields the results as they come.
+
+        The first event has only the id of the operation; then there is one for each action when it ends. If the connection
+        breaks, it asks again with the same key, and yields no result twice. If the operation failed, because it was canceled
+        for example, it raises why. The step goes on if the caller stops reading: client.cancel_operation ends it.
+        """
+        call = self._call(op.stepCheckpoint, requests.step(actions, parallel, options))
+        call.key = idempotency_key
+        return StepStream(self._t, call).read()
 
     def update(
         self,
