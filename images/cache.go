@@ -24,6 +24,7 @@ const (
 	KindOverlay = "overlay"
 	KindBuild   = "build"
 	KindResolve = "resolve"
+	KindOrigin  = "origin"
 )
 
 // BuildFact is the cached result of a whole build.
@@ -113,7 +114,7 @@ func (s *Store) pruneCache(ctx context.Context) error {
 				continue
 			}
 			errs = append(errs, s.discard(ctx, path))
-		case strings.HasPrefix(e.Name(), KindBuild+"-"):
+		case strings.HasPrefix(e.Name(), KindBuild+"-"), strings.HasPrefix(e.Name(), KindOrigin+"-"):
 			var fact BuildFact
 			if s.cacheGet(e.Name(), &fact) {
 				if _, err := os.Lstat(s.imageDir(fact.Digest)); err == nil {

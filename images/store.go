@@ -305,7 +305,7 @@ const lockPoll = 100 * time.Millisecond
 func (s *Store) lock(ctx context.Context) (unlock func(), err error) {
 	f, err := lockFileAt(ctx, filepath.Join(s.dir, lockFile), unix.LOCK_EX)
 	if err != nil {
-		return nil, fmt.Errorf("lock image store, or wait for another image build: %w", err)
+		return nil, fmt.Errorf("wait for the lock of the image store: %w", err)
 	}
 	return func() { _ = f.Close() }, nil // closing the only descriptor gives the lock back
 }

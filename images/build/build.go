@@ -32,6 +32,9 @@ func ToolPackages() []string {
 type Options struct {
 	// Name under which the image is published; images.DefaultName if empty.
 	Name string
+	// DerivedName means that nobody has chosen the name: it was made from the reference of a pulled image. It then replaces no
+	// image of another repository.
+	DerivedName bool
 	// AgentBinary is the path of the guest agent: a static executable, the guest's first program.
 	AgentBinary string
 	// Packages are Debian packages on top of BasePackages. Not with FromTar.
@@ -60,9 +63,11 @@ type Options struct {
 
 // Pulled is an image of a registry whose layers are in the store.
 type Pulled struct {
-	Manifest core.Digest
-	Layers   []images.Layer // the lowest first
-	Config   images.Config
+	// Repository is the whole name of the repository, without a tag.
+	Repository string
+	Manifest   core.Digest
+	Layers     []images.Layer // the lowest first
+	Config     images.Config
 	// Store has the layers. The caller keeps it open during the build.
 	Store *images.Layers
 }
@@ -93,6 +98,11 @@ func Image(ctx context.Context, store *images.Store, o Options) (images.Image, e
 	staging, err := store.Stage(ctx)
 	if err != nil {
 		return images.Image{}, err
+	}
+	if o.DerivedName && o.Pulled != nil {
+		if err := store.CheckDerivedName(o.Name, o.Pulled.Repository); err != nil { // again, under the lock
+			return images.Image{}, errors.Join(err, staging.Close())
+		}
 	}
 	b := &builder{store: staging, o: o, source: source, tmp: staging.Dir}
 	if o.Log != nil {
@@ -225,7 +235,7 @@ func (b *builder) build(ctx context.Context) (images.Image, error) {
 	if input.known() && !b.o.Rebuild && b.store.CacheGet(key, &fact) {
 		if img, err := b.store.Image(fact.Digest); err == nil {
 			b.note("cached", "nothing changed since "+img.Digest.Short()+" was built")
-			return img, b.store.Name(b.o.Name, img.Digest)
+			return img, b.name(img.Digest)
 		}
 	}
 	img, err := b.assemble(ctx, input, resolved, agent)
@@ -237,7 +247,17 @@ func (b *builder) build(ctx context.Context) (images.Image, error) {
 			return images.Image{}, err
 		}
 	}
-	return img, b.store.Name(b.o.Name, img.Digest)
+	return img, b.name(img.Digest)
+}
+
+// name points the name at the image.
+func (b *builder) name(d core.Digest) error {
+	if p := b.o.Pulled; p != nil && p.Repository != "" {
+		if err := b.store.RecordOrigin(p.Repository, d); err != nil {
+			return err
+		}
+	}
+	return b.store.Name(b.o.Name, d)
 }
 
 // resolve finds the versions of everything from Debian. The answer is cached while the host's indexes stay unchanged:

@@ -30,14 +30,18 @@ type guard struct {
 	plain map[string]bool // host:port that are spoken to without TLS
 	base  *http.Transport
 	stall time.Duration
+
+	proxy    func(*http.Request) (*url.URL, error)
+	resolver *net.Resolver
 }
 
-func newGuard(named, plain map[string]bool, stall time.Duration) *guard {
-	g := &guard{named: named, plain: plain, stall: stall}
+func newGuard(named, plain map[string]bool, o Options) *guard {
+	stall := o.Stall
+	g := &guard{named: named, plain: plain, stall: stall, proxy: o.proxy, resolver: o.resolver}
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true) // a layer has a connection of its own; HTTP/2 would gain nothing
 	g.base = &http.Transport{
-		Proxy: http.ProxyFromEnvironment, DialContext: g.dial, Protocols: protocols,
+		Proxy: g.proxy, DialContext: g.dial, Protocols: protocols,
 		TLSHandshakeTimeout: stall, ResponseHeaderTimeout: stall, IdleConnTimeout: time.Minute,
 		MaxResponseHeaderBytes: maxHeader, MaxConnsPerHost: 8, DisableCompression: true,
 	}
@@ -53,7 +57,7 @@ func (g *guard) RoundTrip(req *http.Request) (*http.Response, error) {
 	case req.URL.Scheme == "https":
 	case req.URL.Scheme == "http" && g.plain[host]:
 	default:
-		return nil, refuse("the registry sends the request to %s without TLS; name the host with --plain-http if that is right", core.Clip(host))
+		return nil, refuse("%s would be asked without TLS; if that is right: --plain-http %s", core.Clip(host), core.Clip(host))
 	}
 	// Behind a proxy the address is the proxy's, and only what the URL says can be checked here.
 	if err := g.check(host, netip.Addr{}); err != nil {
@@ -77,7 +81,7 @@ func (g *guard) RoundTrip(req *http.Request) (*http.Response, error) {
 type bodyLimit struct{}
 
 func (g *guard) dial(ctx context.Context, network, addr string) (net.Conn, error) {
-	d := net.Dialer{Timeout: g.stall, ControlContext: func(_ context.Context, _, address string, _ syscall.RawConn) error {
+	d := net.Dialer{Timeout: g.stall, Resolver: g.resolver, ControlContext: func(_ context.Context, _, address string, _ syscall.RawConn) error {
 		// The address that is really dialled: a name may have another one at every look-up.
 		to, err := netip.ParseAddrPort(address)
 		if err != nil {
@@ -94,8 +98,8 @@ func (g *guard) dial(ctx context.Context, network, addr string) (net.Conn, error
 // isProxy reports whether the address is that of the operator's proxy.
 func (g *guard) isProxy(addr string) bool {
 	for _, scheme := range []string{"http", "https"} {
-		u, err := http.ProxyFromEnvironment(&http.Request{URL: &url.URL{Scheme: scheme, Host: "registry.invalid"}})
-		if err == nil && u != nil && hostPort(u) == addr {
+		u, err := g.proxy(&http.Request{URL: &url.URL{Scheme: scheme, Host: "registry.invalid"}})
+		if err == nil && u != nil && hostPort(u) == strings.ToLower(addr) {
 			return true
 		}
 	}
@@ -128,7 +132,7 @@ func (g *guard) check(hostport string, addr netip.Addr) error {
 		return nil
 	}
 	if why := (policy.Reach{}).Refusal(addr); why != "" {
-		return refuse("the registry sends the request to %s at %s (%s); if that is right, name the host with --trusted-host", core.Clip(hostport), addr, why)
+		return refuse("%s has the address %s (%s); if that is right: --trusted-host %s", core.Clip(hostport), addr, why, core.Clip(hostport))
 	}
 	return nil
 }
@@ -137,7 +141,7 @@ func (g *guard) check(hostport string, addr netip.Addr) error {
 func hostPort(u *url.URL) string {
 	port := u.Port()
 	if port == "" {
-		port = map[string]string{"http": "80", "https": "443"}[u.Scheme]
+		port = map[string]string{"http": "80", "https": "443", "socks5": "1080", "socks5h": "1080"}[u.Scheme]
 	}
 	return net.JoinHostPort(strings.ToLower(u.Hostname()), port)
 }

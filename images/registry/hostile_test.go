@@ -455,7 +455,7 @@ func TestTrustedHost(t *testing.T) {
 // at public ones.
 func TestGuard(t *testing.T) {
 	t.Parallel()
-	g := newGuard(map[string]bool{"registry.example:443": true, "127.0.0.1:5000": true, "169.254.1.1:80": true}, nil, time.Minute)
+	g := newGuard(map[string]bool{"registry.example:443": true, "127.0.0.1:5000": true, "169.254.1.1:80": true}, nil, Options{}.withDefaults())
 	for host, addresses := range map[string]map[string]bool{
 		"registry.example:443": {"93.184.216.34": true, "10.0.0.1": true, "127.0.0.1": true, "169.254.169.254": false, "0.0.0.0": false, "224.0.0.1": false, "fe80::1": false, "::ffff:169.254.169.254": false},
 		"registry.example:80":  {"93.184.216.34": true, "10.0.0.1": false},

@@ -3,6 +3,7 @@ package registry
 import (
 	"context"
 	"net"
+	"net/http"
 	"net/url"
 	"regexp"
 	"runtime"
@@ -39,6 +40,9 @@ type Options struct {
 	// Backoff is the first wait between two of them. Zero values have defaults.
 	Timeout, Stall, Backoff time.Duration
 	Attempts                int
+
+	resolver *net.Resolver                         // of tests; nil for the host's
+	proxy    func(*http.Request) (*url.URL, error) // of tests; nil for that of the environment
 }
 
 // Progress is how far a pull is.
@@ -51,8 +55,8 @@ type Progress struct {
 
 // Image is a fetched image. Its layers are in the store.
 type Image struct {
-	// Reference is the whole name of what was fetched.
-	Reference string
+	// Reference is the whole name of what was fetched, and Repository that of its repository.
+	Reference, Repository string
 	// Manifest is the digest of its manifest.
 	Manifest core.Digest
 	// Layers are its layers, the lowest first.
@@ -77,6 +81,7 @@ type puller struct {
 	mu       sync.Mutex // guards what follows
 	progress Progress
 	fetched  int64
+	leftOut  map[*source]bool // mirrors that have failed
 }
 
 // Pull fetches what is missing of an image. After an error, what was fetched stays in the store for the next attempt.
@@ -92,7 +97,7 @@ func Pull(ctx context.Context, layers *images.Layers, o Options) (Image, error) 
 	if err := p.fromAny(ctx, func(s *source) (err error) { m, err = p.findManifest(ctx, s); return err }); err != nil {
 		return Image{}, err
 	}
-	img := Image{Reference: p.ref.Name(), Manifest: m.digest}
+	img := Image{Reference: p.ref.Name(), Repository: p.ref.Context().Name(), Manifest: m.digest}
 	var diffs []core.Digest
 	if err := p.fromAny(ctx, func(s *source) (err error) { img.Config, diffs, err = p.readConfig(ctx, s, m); return err }); err != nil {
 		return Image{}, err
@@ -146,8 +151,8 @@ func newPuller(layers *images.Layers, o Options) (*puller, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &puller{o: o, ref: ref, layers: layers}
-	g := newGuard(named, plain, o.Stall)
+	p := &puller{o: o, ref: ref, layers: layers, leftOut: map[*source]bool{}}
+	g := newGuard(named, plain, o)
 	for _, m := range o.Mirrors {
 		repo, err := mirrored(m, ref.Context(), plain)
 		if err != nil {
@@ -166,6 +171,9 @@ func (o Options) withDefaults() Options {
 	}
 	if o.Keychain == nil {
 		o.Keychain = authn.DefaultKeychain
+	}
+	if o.proxy == nil {
+		o.proxy = http.ProxyFromEnvironment
 	}
 	set := func(d *time.Duration, to time.Duration) {
 		if *d == 0 {
@@ -277,21 +285,22 @@ func (p *puller) report(change func(*Progress)) {
 
 var notInNames = regexp.MustCompile(`[^a-z0-9]+`)
 
-// NameFor is the name of a pulled image when none is given: the last word of the repository, and the tag.
-func NameFor(reference string) (string, error) {
+// NameFor is the name of a pulled image when none is given: the last word of the repository, and the tag. Other references
+// have the same name, so it returns the whole name of the repository, too.
+func NameFor(reference string) (text, repository string, err error) {
 	ref, err := parseReference(reference, nil)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
 	repo := ref.Context().RepositoryStr()
-	text := repo[strings.LastIndexByte(repo, '/')+1:]
+	text = repo[strings.LastIndexByte(repo, '/')+1:]
 	if tag, ok := ref.(name.Tag); ok && tag.TagStr() != "latest" {
 		text += "-" + tag.TagStr()
 	}
 	text = strings.Trim(notInNames.ReplaceAllString(strings.ToLower(text), "-"), "-")
 	text = strings.Trim(text[:min(len(text), 63)], "-")
 	if text == "" {
-		return "", core.Errorf(core.Invalid, core.CodeInvalidField, "no name can be made from %q; give one with --name", core.Clip(reference))
+		return "", "", core.Errorf(core.Invalid, core.CodeInvalidField, "no name can be made from %q; give one with --name", core.Clip(reference))
 	}
-	return text, nil
+	return text, ref.Context().Name(), nil
 }

@@ -43,6 +43,13 @@ func (r *requests) add(req *http.Request) {
 	r.paths = append(r.paths, req.URL.Path)
 }
 
+// all is how many requests there were.
+func (r *requests) all() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.paths)
+}
+
 // blobs are the distinct blobs that were asked for since the last call.
 func (r *requests) blobs() int {
 	r.mu.Lock()
@@ -310,26 +317,28 @@ func TestAuth(t *testing.T) {
 // operator is told.
 func TestMirrors(t *testing.T) {
 	t.Parallel()
-	img := imageOf(t, "amd64", v1.Config{}, layerOf(t, map[string]string{"usr/a": text(50_000)}))
+	img := imageOf(t, "amd64", v1.Config{}, layerOf(t, map[string]string{"usr/a": text(50_000)}), layerOf(t, map[string]string{"usr/b": text(60_000)}),
+		layerOf(t, map[string]string{"usr/c": text(70_000)}))
 	for kind, c := range map[string]struct {
-		front func(http.ResponseWriter, *http.Request) bool
-		note  string
-		asked int // blobs of the registry
+		front  func(http.ResponseWriter, *http.Request) bool
+		note   string
+		asked  int // blobs of the registry
+		mirror int // requests to the mirror, if they are counted
 	}{
-		"good":   {nil, "", 0},
-		"empty":  {func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(http.StatusNotFound); return true }, "left out", 2},
-		"broken": {func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(http.StatusBadGateway); return true }, "left out", 2},
+		"good":   {nil, "", 0, 0},
+		"empty":  {func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(http.StatusNotFound); return true }, "left out", 4, 1},
+		"broken": {func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(http.StatusBadGateway); return true }, "left out", 4, mirrorAttempts},
 		"lies about blobs": {func(w http.ResponseWriter, r *http.Request) bool {
 			if strings.Contains(r.URL.Path, "/blobs/") {
 				_, _ = io.WriteString(w, "something else")
 				return true
 			}
 			return false
-		}, "left out", 2},
+		}, "left out", 4, 0},
 	} {
 		t.Run(kind, func(t *testing.T) {
 			t.Parallel()
-			mirror, putMirror, _ := realRegistry(t, c.front)
+			mirror, putMirror, mirrorAsked := realRegistry(t, c.front)
 			host, put, asked := realRegistry(t, nil)
 			push(t, put+"/team/app:1", img)
 			push(t, putMirror+"/hub/team/app:1", img)
@@ -349,10 +358,13 @@ func TestMirrors(t *testing.T) {
 			if f, err := images.HashFile(layers.Path(got.Layers[0].Digest)); err != nil || f.Digest != got.Layers[0].Digest {
 				t.Errorf("the layer in the store: %v, %v", f, err)
 			}
+			if n := mirrorAsked.all(); c.mirror > 0 && n != c.mirror {
+				t.Errorf("the mirror was asked %d times, want %d", n, c.mirror)
+			}
 			if n := asked.blobs(); n != c.asked {
 				t.Errorf("the registry was asked for %d blobs, want %d", n, c.asked)
 			}
-			if all := strings.Join(notes, "\n"); !strings.Contains(all, c.note) || c.note == "" && all != "" {
+			if all := strings.Join(notes, "\n"); !strings.Contains(all, c.note) || c.note == "" && all != "" || len(notes) > 1 {
 				t.Errorf("notes: %q", all)
 			}
 		})
@@ -458,7 +470,7 @@ func TestOptions(t *testing.T) {
 		"python:3.12-slim": "python-3-12-slim", "alpine": "alpine", "registry.example:5000/team/My_App:v1": "", "ghcr.io/team/my_app:v1": "my-app-v1",
 		"x@sha256:" + strings.Repeat("0", 64): "x", "a/" + strings.Repeat("b", 100): strings.Repeat("b", 63), "not a name": "", "": "",
 	} {
-		got, err := NameFor(reference)
+		got, _, err := NameFor(reference)
 		if got != want || (err == nil) != (want != "") {
 			t.Errorf("%q: %q, %v", reference, got, err)
 		}

@@ -151,11 +151,11 @@ func lastCause(err error) string {
 func again(err error) bool { return core.CodeOf(err) == CodeUnreachable }
 
 // attempt calls do until it succeeds, fails for good, or has failed too often.
-func (p *puller) attempt(ctx context.Context, do func() error) error {
+func (p *puller) attempt(ctx context.Context, attempts int, do func() error) error {
 	wait := p.o.Backoff
 	for i := 1; ; i++ {
 		err := do()
-		if err == nil || !again(err) || i == p.o.Attempts {
+		if err == nil || !again(err) || i == attempts {
 			return err
 		}
 		timer := time.NewTimer(wait)
@@ -169,12 +169,22 @@ func (p *puller) attempt(ctx context.Context, do func() error) error {
 	}
 }
 
-// fromAny calls do with each source, mirrors first, until one of them succeeds. The error is that of the last, which is the
-// registry of the reference, unless its mirrors lied.
+// mirrorAttempts is how often a request is sent to a mirror: there is another source.
+const mirrorAttempts = 2
+
+// fromAny calls do with each source, mirrors first, until one of them succeeds. A mirror that fails is not asked again. The
+// error is that of the last source, which is the registry of the reference.
 func (p *puller) fromAny(ctx context.Context, do func(*source) error) error {
 	var failed error
 	for i, s := range p.sources {
-		err := p.attempt(ctx, func() error {
+		isMirror, attempts := i < len(p.sources)-1, p.o.Attempts
+		if isMirror {
+			attempts = min(attempts, mirrorAttempts)
+			if p.isLeftOut(s) {
+				continue
+			}
+		}
+		err := p.attempt(ctx, attempts, func() error {
 			p.entering.Lock()
 			err := s.enter(ctx)
 			p.entering.Unlock()
@@ -183,15 +193,32 @@ func (p *puller) fromAny(ctx context.Context, do func(*source) error) error {
 			}
 			return do(s)
 		})
-		if err == nil || ctx.Err() != nil {
+		if err == nil || ctx.Err() != nil || core.CodeOf(err) == core.CodeDiskFull {
 			return err
 		}
 		failed = err
-		if i < len(p.sources)-1 {
-			p.report(func(g *Progress) {
-				g.Note = fmt.Sprintf("the mirror %s is left out: %s", s.repo.RegistryStr(), core.MessageOf(err))
-			})
+		if isMirror {
+			p.leaveOut(s, err)
 		}
 	}
 	return failed
+}
+
+func (p *puller) isLeftOut(s *source) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.leftOut[s]
+}
+
+// leaveOut notes that a mirror has failed, and tells the operator once.
+func (p *puller) leaveOut(s *source, why error) {
+	p.mu.Lock()
+	known := p.leftOut[s]
+	p.leftOut[s] = true
+	p.mu.Unlock()
+	if !known {
+		p.report(func(g *Progress) {
+			g.Note = fmt.Sprintf("the mirror %s is left out: %s", s.repo.RegistryStr(), core.MessageOf(why))
+		})
+	}
 }

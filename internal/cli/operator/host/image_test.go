@@ -1,10 +1,12 @@
 package host
 
 import (
+	"os"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images/build"
 	"github.com/coppice-dev/coppice/internal/cli/clitest"
 )
@@ -18,6 +20,21 @@ func TestTables(t *testing.T) {
 		t.Error(err)
 	}
 	clitest.Golden(t, "tables.txt", b.String())
+}
+
+// TestDerivedName: a reference that nobody gave a name for does not become the default image.
+func TestDerivedName(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	for _, reference := range []string{"registry.example/other/base", "other/base:latest"} {
+		a, _, _ := clitest.App(nil)
+		c := newImagePullCommand(a, &dir)
+		c.SetArgs([]string{"--agent", os.Args[0], reference})
+		c.SilenceErrors, c.SilenceUsage = true, true
+		if err := c.ExecuteContext(t.Context()); core.CodeOf(err) != core.CodeNameTaken || !strings.Contains(err.Error(), "--name") {
+			t.Errorf("%s: %v", reference, err)
+		}
+	}
 }
 
 // TestBuildSteps: the step that is shown with its time is the one that began first and still goes on.

@@ -48,7 +48,7 @@ writes it. A registry may lead to other hosts, for layers and for tokens: only a
 				return err
 			}
 			if b.Name == "" {
-				if b.Name, err = registry.NameFor(o.Reference); err != nil {
+				if b.Name, b.DerivedName, err = derivedName(*dir, o.Reference); err != nil {
 					return err
 				}
 			}
@@ -76,6 +76,20 @@ writes it. A registry may lead to other hosts, for layers and for tokens: only a
 	f.BoolVar(&b.Rebuild, "rebuild", false, "unpack the layers again")
 	f.BoolVarP(&verbose, "verbose", "v", false, "show the output of the programs that make the image")
 	return c
+}
+
+// derivedName is the name of an image for which the operator gives none. It fails before anything is fetched if the name is
+// another image's.
+func derivedName(dir, reference string) (name string, derived bool, err error) {
+	name, repository, err := registry.NameFor(reference)
+	if err != nil {
+		return "", false, err
+	}
+	store, err := images.Open(dir)
+	if err != nil {
+		return "", false, err
+	}
+	return name, true, store.CheckDerivedName(name, repository)
 }
 
 // pulledLine is a pulled image for programs.
@@ -123,7 +137,7 @@ func pullImage(ctx context.Context, a *cli.App, dir string, o registry.Options, 
 			Msg: fmt.Sprintf("%s: %s fetched, %d of %d layers were there", pulled.Reference, render.Size(pulled.Fetched), pulled.Kept, len(pulled.Layers)),
 		})
 	}
-	b.Pulled = &build.Pulled{Manifest: pulled.Manifest, Layers: pulled.Layers, Config: pulled.Config, Store: layers}
+	b.Pulled = &build.Pulled{Repository: pulled.Repository, Manifest: pulled.Manifest, Layers: pulled.Layers, Config: pulled.Config, Store: layers}
 	img, err := build.Image(ctx, store, b)
 	shown()
 	if err != nil {

@@ -294,8 +294,8 @@ class SessionNotFound(NotFoundError):
 
 
 class ImageNotFound(NotFoundError):
-    """No reachable runner has such an image; or, for `coppice image pull`, no registry, or not for this
-    architecture.
+    """No reachable runner has such an image; or, for `coppice image pull`: no registry that was asked has it, or not
+    for this architecture.
     """
 
     code = "IMAGE_NOT_FOUND"
@@ -397,7 +397,9 @@ class SandboxNotFound(NotFoundError):
 
 
 class NameTaken(ConflictError):
-    """A living workspace, or a checkpoint, already has this name."""
+    """A living workspace, or a checkpoint, already has this name. Or the name that `coppice image pull` made from a
+    reference is that of another repository's image, or of the default image.
+    """
 
     code = "NAME_TAKEN"
     hint = (
