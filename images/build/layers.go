@@ -256,6 +256,13 @@ func (u *layerer) whiteout(dir, base string) error {
 	if _, ours := u.made[u.hash(name)]; !ours {
 		return u.remove(name)
 	}
+	// What lower layers have is gone after the first time, and the second would cost as much.
+	if _, again := u.made[u.hash("gone:"+name)]; again {
+		return nil
+	}
+	if err := u.markOne("gone:" + name); err != nil {
+		return err
+	}
 	info, err := u.root.Lstat(name)
 	if err != nil || !info.IsDir() {
 		return nil //nolint:nilerr // this layer has it: nothing of lower ones is left
@@ -278,6 +285,9 @@ func (u *layerer) clearLower(dir string, depth int) error {
 	entries, err := f.ReadDir(-1)
 	if err := errors.Join(err, f.Close()); err != nil {
 		return fmt.Errorf("list a directory: %w", err)
+	}
+	if err := u.lookMany(1 + len(entries)); err != nil {
+		return err
 	}
 	for _, e := range entries {
 		name := path.Join(dir, e.Name())
@@ -337,6 +347,9 @@ func (u *layerer) resolve(dir string) (string, error) {
 	for rest != "" && rest != "." {
 		var part string
 		part, rest, _ = strings.Cut(rest, "/")
+		if err := u.look(at); err != nil {
+			return "", err
+		}
 		switch part {
 		case "", ".":
 			continue
@@ -382,11 +395,15 @@ func (u *layerer) resolve(dir string) (string, error) {
 	return at, nil
 }
 
-// finishLayers sets the times of directories, the last that an image says. One that a later layer has removed or replaced
-// has none to set.
+// finishLayers sets each directory's time to the last one that a layer gave. Directories that a later layer removed or replaced
+// are skipped.
 func (u *layerer) finishLayers() error {
 	for _, d := range u.dirTimes {
-		if at, err := u.resolve(d.name); err != nil || at != d.name {
+		at, err := u.resolve(d.name)
+		if u.looked > u.limits.LookUps {
+			return core.Wrapf(err, core.Invalid, CodeInvalidTar, "the layers are refused: %s", err)
+		}
+		if err != nil || at != d.name {
 			continue
 		}
 		if _, err := u.root.Lstat(d.name); errors.Is(err, fs.ErrNotExist) {

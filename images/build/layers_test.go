@@ -253,7 +253,7 @@ func TestLayersKeepEverything(t *testing.T) {
 func TestHostileLayers(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
-	limits := untarLimits{Bytes: 4 << 20, Entries: 1000, Stream: 8 << 20, Names: 1 << 14}
+	limits := untarLimits{Bytes: 4 << 20, Entries: 1000, Stream: 8 << 20, Names: 1 << 14, LookUps: 1 << 20}
 	lines := func(layers ...[]string) *stack { return stackOf(t, layers...) }
 	blob := func(b []byte) *stack { s := &stack{}; s.add(b, b); return s }
 	many := make([][]string, 30)
@@ -343,6 +343,16 @@ func TestHostileLayers(t *testing.T) {
 			return stackOf(t, l)
 		}(), "paths of directories"},
 		"a deep path": {lines([]string{"d " + strings.Repeat("d/", 1000)}), "deep"},
+		"parents over long links": {func() *stack {
+			l := []string{"d a"}
+			for i := range 38 {
+				l = append(l, fmt.Sprintf("l l%d -> %sl%d", i, strings.Repeat("a/../", 800), i+1))
+			}
+			for i := range 200 { // of two parents, because the last one is remembered
+				l = append(l, fmt.Sprintf("f l0/x%d/f x", i%2))
+			}
+			return stackOf(t, append(l, "d l38"))
+		}(), "look-ups"},
 		"deep links": {func() *stack {
 			deep := strings.Repeat("d/", 200)
 			return stackOf(t, []string{"d " + deep, "l a -> " + deep, "d a/" + deep})
@@ -376,6 +386,29 @@ func TestManyLayers(t *testing.T) {
 	}
 	if got := slices.Collect(maps.Keys(tree(t, dir))); len(got) != 1 || got[0] != "x511" {
 		t.Errorf("left: %v", got)
+	}
+}
+
+// TestRepeatedWhiteouts: a layer that removes one directory again and again costs as much as one that removes it once.
+func TestRepeatedWhiteouts(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	var lines []string
+	for i := range 400 {
+		lines = append(lines, fmt.Sprintf("f d/x%d y", i))
+	}
+	for range 400 {
+		lines = append(lines, "f .wh.d", "f d/.wh..wh..opq")
+	}
+	s := stackOf(t, []string{"f d/old y"}, lines)
+	dir, _ := staging(t)
+	limits := defaultUntarLimits
+	limits.LookUps = 4000
+	if err := untarLayers(t.Context(), s.layers, s.open, dir, limits); err != nil {
+		t.Fatal(err)
+	}
+	if got := tree(t, dir); len(got) != 401 || got["d/old"] != "" {
+		t.Errorf("left: %d paths, %q", len(got), got["d/old"])
 	}
 }
 

@@ -24,12 +24,17 @@ import (
 
 const untarTask = "untar"
 
-// unpackerLimits bound the helper that unpacks an archive. Its output on the disk has bounds of its own: see untarLimits.
-func unpackerLimits(limits untarLimits) confine.Limits {
-	return confine.Limits{
-		Memory: 512 << 20, CPU: 2 * time.Hour, Time: 6 * time.Hour, FileBytes: limits.Bytes,
+// unpackerLimits bound the helper that unpacks an archive. Its output on the disk has bounds of its own: see untarLimits. An
+// archive may come from a slow stream; layers are files of the store, whose lock others wait for.
+func (r unpackRequest) unpackerLimits() confine.Limits {
+	l := confine.Limits{
+		Memory: 512 << 20, CPU: 2 * time.Hour, Time: 6 * time.Hour, FileBytes: r.Limits.Bytes,
 		Frame: 1 << 10, Answers: 1, Bytes: 1 << 10,
 	}
+	if len(r.Layers) > 0 {
+		l.CPU, l.Time = 20*time.Minute, time.Hour
+	}
+	return l
 }
 
 // unpackerCaps are the capabilities needed to make files of other owners, with every mode, device nodes and file
@@ -156,7 +161,6 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) (co
 
 // runUnpacker runs the helper on what r has, and returns the digest of that.
 func runUnpacker(ctx context.Context, r io.Reader, dir string, request unpackRequest) (core.Digest, error) {
-	limits := request.Limits
 	from, to, err := os.Pipe()
 	if err != nil {
 		return "", err
@@ -171,7 +175,7 @@ func runUnpacker(ctx context.Context, r io.Reader, dir string, request unpackReq
 		feeding <- err
 	}()
 	failed := confine.Run(ctx, confine.Spec{
-		Task: untarTask, Limits: unpackerLimits(limits), Request: request, Files: []*os.File{from}, Dir: dir, Caps: unpackerCaps,
+		Task: untarTask, Limits: request.unpackerLimits(), Request: request, Files: []*os.File{from}, Dir: dir, Caps: unpackerCaps,
 	}, func(json.RawMessage) error {
 		return errors.New("the confined helper sent an answer, and this task has no answers")
 	})

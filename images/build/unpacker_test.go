@@ -135,7 +135,7 @@ func TestTarBombs(t *testing.T) {
 		}
 	}
 	long := strings.Repeat("x", 200)
-	limits := untarLimits{Bytes: 16 << 20, Entries: 1 << 20, Stream: 32 << 20, Names: 1 << 18}
+	limits := untarLimits{Bytes: 16 << 20, Entries: 1 << 20, Stream: 32 << 20, Names: 1 << 18, LookUps: 1 << 20}
 	for name, c := range map[string]struct {
 		write func(io.Writer)
 		want  string
@@ -273,7 +273,7 @@ func FuzzUnpack(f *testing.F) {
 		if err := os.Mkdir(dir, 0o755); err != nil {
 			t.Fatal(err)
 		}
-		_ = unpack(t.Context(), bytes.NewReader(archive), dir, untarLimits{Bytes: 1 << 20, Entries: 100, Stream: 4 << 20, Names: 1 << 16}) // it may be refused
+		_ = unpack(t.Context(), bytes.NewReader(archive), dir, untarLimits{Bytes: 1 << 20, Entries: 100, Stream: 4 << 20, Names: 1 << 16, LookUps: 1 << 20}) // it may be refused
 		entries, err := os.ReadDir(outer)
 		if err != nil || len(entries) != 1 {
 			t.Fatalf("beside the tree: %v, %v", entries, err)

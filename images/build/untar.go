@@ -27,9 +27,11 @@ type untarLimits struct {
 	Entries int
 	Stream  int64 // bytes of the decompressed archive, kept or dropped
 	Names   int   // bytes of the paths of all directories
+	// LookUps are directories that are looked up or read to find the places of entries. A path costs one for each of its parts.
+	LookUps int
 }
 
-var defaultUntarLimits = untarLimits{Bytes: 64 << 30, Entries: 4 << 20, Stream: 80 << 30, Names: 64 << 20}
+var defaultUntarLimits = untarLimits{Bytes: 64 << 30, Entries: 4 << 20, Stream: 80 << 30, Names: 64 << 20, LookUps: 64 << 20}
 
 // The bounds of one entry.
 const (
@@ -140,6 +142,7 @@ type untarrer struct {
 	root   *os.Root
 	limits untarLimits
 	seen   int
+	looked int
 	bytes  int64
 	// dirTimes are applied at the end: making an entry changes its directory's time.
 	dirTimes []dirTime
@@ -161,7 +164,7 @@ func (u *untarrer) explain(hdr *tar.Header, err error) error {
 	var refused refusedError
 	switch {
 	case errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT):
-		return core.Wrapf(err, core.Exhausted, core.CodeDiskFull, "no space is left for the archive's files; free some and build again")
+		return core.Wrapf(err, core.Exhausted, core.CodeDiskFull, "no space is left for the archive's files; free some and try again")
 	case errors.As(err, &refused):
 		return core.Errorf(core.Invalid, CodeInvalidTar, "entry %d of the archive, %q, is refused: %s", u.seen, core.Clip(hdr.Name), refused)
 	case core.CategoryOf(err) == core.Canceled || core.CategoryOf(err) == core.TimedOut:
@@ -290,19 +293,36 @@ func (u *untarrer) openParent(name string) (*os.File, error) {
 	return f, nil
 }
 
-// makeMissing makes the missing directories of a path. They belong to root.
+// makeMissing makes the missing directories of a path, the last one first if its parent is there. They belong to root.
 func (u *untarrer) makeMissing(dir string) error {
-	for i := range len(dir) + 1 {
-		if i < len(dir) && dir[i] != '/' {
-			continue
-		}
-		err := u.root.Mkdir(dir[:i], 0o755)
-		if err == nil {
-			err = u.root.Lchown(dir[:i], 0, 0)
-		}
-		if err != nil && !errors.Is(err, fs.ErrExist) {
+	if dir == "." {
+		return nil
+	}
+	if err := u.look(dir); err != nil {
+		return err
+	}
+	err := u.root.Mkdir(dir, 0o755)
+	if errors.Is(err, fs.ErrNotExist) {
+		if err := u.makeMissing(path.Dir(dir)); err != nil {
 			return err
 		}
+		err = u.root.Mkdir(dir, 0o755)
+	}
+	if err == nil {
+		err = u.root.Lchown(dir, 0, 0)
+	}
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	return err
+}
+
+// look counts the look-up of a path against the bound: a few bytes of an archive may name long ways.
+func (u *untarrer) look(name string) error { return u.lookMany(1 + strings.Count(name, "/")) }
+
+func (u *untarrer) lookMany(n int) error {
+	if u.looked += n; u.looked > u.limits.LookUps {
+		return refusedError(fmt.Sprintf("it needs more than %d look-ups of directories", u.limits.LookUps))
 	}
 	return nil
 }

@@ -238,7 +238,7 @@ func TestUntarRefusesHostileArchives(t *testing.T) {
 func TestUntarBoundsSizes(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
-	small := untarLimits{Bytes: 1 << 20, Entries: 5, Stream: 4 << 20, Names: 1 << 10}
+	small := untarLimits{Bytes: 1 << 20, Entries: 5, Stream: 4 << 20, Names: 1 << 10, LookUps: 1 << 20}
 	// A header that promises an exabyte, with nothing after it.
 	var huge bytes.Buffer
 	w := tar.NewWriter(&huge)
