@@ -20,7 +20,7 @@ func TestToolTable(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if n := len(list.Tools); n < 14 || n > 18 {
+	if n := len(list.Tools); n < 14 || n > 20 {
 		t.Errorf("%d tools", n)
 	}
 	table := "| tool | changes | does |\n|---|---|---|\n"

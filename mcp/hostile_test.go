@@ -177,7 +177,7 @@ func TestReadOnly(t *testing.T) {
 				t.Errorf("%s: %s is there", name, tool.Name)
 			}
 		}
-		if want := []string{"diff", "effects", "exec_output", "file_list", "file_read", "grant_list", "tree", "workspace_list", "workspace_show"}; !slices.Equal(names, want) {
+		if want := []string{"diff", "effects", "exec_output", "file_list", "file_read", "grant_list", "step_results", "tree", "workspace_list", "workspace_show"}; !slices.Equal(names, want) {
 			t.Errorf("%s: tools %v", name, names)
 		}
 		if out, _ := s.ok(t, "file_read", args{"workspace": "demo", "path": "/a"}); out["text"] != "content" {

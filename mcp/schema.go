@@ -53,6 +53,11 @@ func boundFields(s *jsonschema.Schema, t reflect.Type) error {
 		if err := boundField(p, f); err != nil {
 			return fmt.Errorf("field %s: %w", f.Name, err)
 		}
+		if f.Type.Kind() == reflect.Slice && f.Type.Elem().Kind() == reflect.Struct {
+			if err := boundFields(p.Items, f.Type.Elem()); err != nil {
+				return fmt.Errorf("field %s: %w", f.Name, err)
+			}
+		}
 	}
 	return nil
 }

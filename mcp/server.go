@@ -47,7 +47,7 @@ func Versions() []string {
 	return list
 }
 
-const instructions = `Coppice runs workspaces in microVMs. A checkpoint records a whole running machine (memory, disk, processes) as a node of a tree. fork starts any number of running copies of a node, which continue where it stood; a fork costs far less than a boot. So try several things at once from one checkpoint, compare the results, keep the best workspace and delete the others.
+const instructions = `Coppice runs workspaces in microVMs. A checkpoint records a whole running machine (memory, disk, processes) as a node of a tree. fork starts any number of running copies of a node, which continue where it stood; a fork costs far less than a boot. So try several things at once from one checkpoint, compare the results, keep the best workspace and delete the others. step does that for a list of programs in one call.
 
 Name workspaces and checkpoints by id or by name. A workspace has no way out but the hosts in its allow list. tree shows which checkpoint descends from which; effects shows what has left a workspace, which no restore undoes.
 
@@ -70,6 +70,7 @@ func newServer(cfg Config, client *coppice.Client, cache *sdk.SchemaCache, enter
 	r.addExecTools()
 	r.addFileTools()
 	r.addCheckpointTools()
+	r.addStepTools()
 	r.addTreeTools()
 	r.addHistoryTools()
 	r.addGrantTools()
