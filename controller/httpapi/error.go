@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/labstack/echo/v4"
@@ -87,6 +88,19 @@ func (e *fieldsError) Unwrap() error { return e.err }
 // invalid refuses one field.
 func invalid(field, detail string) error {
 	return &fieldsError{core.Errorf(core.Invalid, core.CodeInvalidField, "%s: %s", field, detail), []api.FieldProblem{{Field: field, Detail: detail}}}
+}
+
+// below puts the name of an object before the fields in its error.
+func below(object string, err error) error {
+	e, ok := errors.AsType[*fieldsError](err)
+	if !ok {
+		return err
+	}
+	fields := slices.Clone(e.fields)
+	for i := range fields {
+		fields[i].Field = object + fields[i].Field
+	}
+	return &fieldsError{core.Errorf(e.err.Category, e.err.Code, "%s%s", object, e.err.Msg), fields}
 }
 
 // Status is the HTTP status of an error.

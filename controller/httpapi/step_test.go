@@ -98,8 +98,14 @@ func TestStepInLines(t *testing.T) {
 	if seen != 4 {
 		t.Errorf("%d results", seen)
 	}
-	got := w.do(call2("/v1/checkpoints/"+cp.ID+"/step", `{"actions":[{"command":["inc"],"files":[{"path":"/a","content":"a","content_base64":"YQ=="}]}]}`, nil))
-	if p := got.problem(t); got.status != 400 || p.Code != "INVALID_FIELD" {
-		t.Errorf("%d %s", got.status, got.body)
+	for action, field := range map[string]string{
+		`{"command":["inc"],"files":[{"path":"/a","content":"a","content_base64":"YQ=="}]}`: "actions.1.files.0.content_base64",
+		`{"command":[""]}`: "actions.1.command.0",
+		`{"command":["inc"],"stdin":"a","stdin_base64":"YQ=="}`: "actions.1.stdin_base64",
+	} {
+		got := w.do(call2("/v1/checkpoints/"+cp.ID+"/step", `{"actions":[{"command":["inc"]},`+action+`]}`, nil))
+		if p := got.problem(t); got.status != 400 || p.Code != "INVALID_FIELD" || len(p.Fields) != 1 || p.Fields[0].Field != field || !strings.HasPrefix(p.Detail, field+": ") {
+			t.Errorf("%s: %d %s", field, got.status, got.body)
+		}
 	}
 }

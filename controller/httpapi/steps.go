@@ -49,7 +49,7 @@ func (s *server) StepCheckpoint(ctx context.Context, r api.StepCheckpointRequest
 func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
 	node, err := checkpointRequestIn(b.Checkpoint)
 	if err != nil {
-		return steps.Action{}, err
+		return steps.Action{}, below(field+"checkpoint.", err)
 	}
 	a, exec, err := stepjson.ActionIn(field, b, invalid)
 	a.Node = steps.Node{Name: node.Name, Labels: node.Labels, Annotations: node.Annotations, Pinned: node.Pinned}
@@ -58,7 +58,7 @@ func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
 	}
 	command, _, err := execIn(*exec)
 	a.Command = &command
-	return a, err
+	return a, below(field, err)
 }
 
 // withSteps adds what the actions of a step that failed have left.
