@@ -112,7 +112,7 @@ test-compose: $(VERSITYGW) ## run that on a real docker engine, in namespaces of
 test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 120m ./internal/test/e2e -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./runner ./runner/memory ./internal/attest -run '^Test(Diff|DamagedDelta|EveryByteCounts)$$' -long
-	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test(Images|Garbage)AgainstModel$$' -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test((Images|Garbage)AgainstModel|KilledStep)$$' -long
 	@GO="$(GO)" TOOLS=$(TOOLS) scripts/test-api
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./controller -run '^Test(MassFence|(Among)?ManyLiveWorkspaces)$$' -long -v
 

@@ -24,7 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-var long = flag.Bool("long", false, "run ten times as many rounds of TestImagesAgainstModel, four times as many of TestGarbageAgainstModel, TestMassFence, TestManyLiveWorkspaces and TestAmongManyLiveWorkspaces with 100,000")
+var long = flag.Bool("long", false, "run ten times as many rounds of TestImagesAgainstModel, four times as many of TestGarbageAgainstModel, TestKilledStep with every transaction, TestMassFence, TestManyLiveWorkspaces and TestAmongManyLiveWorkspaces with 100,000")
 
 // pages is an image; a page that is nil is zeros. Pages are never changed, but replaced.
 type pages [][]byte

@@ -6,6 +6,7 @@ import (
 	"go/parser"
 	"go/token"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -15,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -38,7 +40,7 @@ func TestStaleControllerUndoesNothing(t *testing.T) {
 	}
 	list := kinds()
 	for name := range list {
-		if strings.HasPrefix(name, "step") { // it terminates what it forks, so what the runner has changes in any case; TestKilledStep has steps
+		if strings.HasPrefix(name, "step") { // it terminates what it forks, which a late call may make again (TestLateFork); TestStaleControllerInAStep has steps
 			delete(list, name)
 		}
 	}
@@ -158,5 +160,75 @@ func TestOnlyDropDeletes(t *testing.T) {
 			}
 			return true
 		})
+	}
+}
+
+// TestStaleControllerInAStep stops a controller in the middle of a step. Another controller ends the step. Then the first one goes on: it
+// changes no result, and leaves nothing behind.
+func TestStaleControllerInAStep(t *testing.T) {
+	t.Parallel()
+	for name, kind := range kinds() {
+		if !strings.HasPrefix(name, "step") {
+			continue
+		}
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := stalled(t)
+			ws := w.create("main")
+			cp := w.checkpoint(ws.ID)
+			g := w.hold(kind.point, nil)
+			a, err := kind.start(w, ws, cp)
+			if err != nil || a.Done {
+				t.Fatalf("%+v, %v", a, err)
+			}
+			<-g.reached
+			second, _ := w.start(controller.Config{LoopInterval: 20 * time.Millisecond})
+			end, err := second.Operation(t.Context(), w.project, a.Operation.ID, wait)
+			if err != nil || end.Operation.State != core.OperationSucceeded || end.Operation.LeaseEpoch < 2 {
+				t.Fatalf("taken over: %+v, %v", end.Operation, err)
+			}
+			before := w.stepResults(a.Operation.ID)
+			close(g.open)
+			w.stop() // it returns when the first controller has ended its work
+			w.Controller = second
+			after := w.stepResults(a.Operation.ID)
+			if !reflect.DeepEqual(before, after) || len(after) != 1 || after[0].Kept != steps.KeepCheckpoint || string(after[0].Stdout) != "1\n" {
+				t.Errorf("the results were %+v, and are %+v", before, after)
+			}
+			if n := w.number(`SELECT count(*) FROM checkpoints WHERE parent_id = $1`, cp.ID); n != 1 {
+				t.Errorf("%d nodes", n)
+			}
+			w.consistent()
+		})
+	}
+}
+
+// TestLateFork lets a stale controller's call of a fork reach the runner after the workspace has ended. The runner makes the sandbox again, as it
+// knows nothing of the end, and the next heartbeat drops it. A fork of a step is no different.
+func TestLateFork(t *testing.T) {
+	t.Parallel()
+	w := stalled(t)
+	cp := w.checkpoint(w.create("main").ID)
+	g := w.hold(runnertest.PointFork, nil)
+	a, err := w.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 1}, 0)
+	if err != nil || a.Done {
+		t.Fatalf("%+v, %v", a, err)
+	}
+	<-g.reached
+	second, _ := w.start(controller.Config{LoopInterval: 20 * time.Millisecond})
+	end, err := second.Operation(t.Context(), w.project, a.Operation.ID, wait)
+	if err != nil || !end.Done {
+		t.Fatalf("taken over: %+v, %v", end.Operation, err)
+	}
+	if _, err := second.Terminate(t.Context(), w.project, end.Result.Children[0].Workspace.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	before := sandboxIDs(w.runner)
+	close(g.open)
+	w.stop()
+	w.Controller = second
+	w.consistent() // after a heartbeat
+	if after := sandboxIDs(w.runner); !slices.Equal(before, after) {
+		t.Errorf("the runner had %v, and has %v", before, after)
 	}
 }

@@ -48,10 +48,11 @@ func (k *stepCheckpoint) step(c *Controller, t *task) steps.Step {
 		_, err := c.beginFork(ctx, op.ProjectID, OpForkCheckpoint, asFork, op.CheckpointID, req, c.cfg.AdmissionWait)
 		return err
 	}
-	return steps.Step{Ref: steps.Ref{ID: op.ID, Project: op.ProjectID, Epoch: op.LeaseEpoch}, Parallel: k.Parallel, Fork: fork, Lease: t.CheckLease}
+	return steps.Step{Ref: steps.Ref{ID: op.ID, Project: op.ProjectID, Epoch: op.LeaseEpoch}, Parallel: k.Parallel, Created: op.CreatedAt, Fork: fork, Lease: t.CheckLease}
 }
 
 func (k *stepCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
+	defer c.Steps.Ended(t.ID())
 	if err := c.Steps.Run(ctx, k.step(c, t)); err != nil {
 		return err
 	}
@@ -103,6 +104,6 @@ func newSteps(c *Controller) *steps.Stepper {
 			return true, nil
 		},
 		Workspace: c.Workspace, Checkpoint: c.Tree.Checkpoint,
-		Write: c.guests.PutFile, Exec: c.ExecOnce, Insist: c.forks.Insist,
+		Write: c.guests.PutFile, Audit: c.Tenancy.AuditFile, Exec: c.ExecOnce, Insist: c.forks.Insist,
 	}, partStore[steps.Tx]{c.store.Store, func(tx AllTx) steps.Tx { return tx }}, c.log)
 }

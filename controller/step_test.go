@@ -180,10 +180,14 @@ func (s *dying) RunPeriodicJobs(ctx context.Context, list []controller.PeriodicJ
 }
 
 // TestKilledStep cuts a controller off at each of its transactions. Another controller continues the step. Each action is done once, and
-// nothing is left of it but what it keeps.
+// nothing is left of it but what it keeps. Without -long, it takes a sample of the transactions.
 func TestKilledStep(t *testing.T) { //nolint:tparallel // each part says whether there is another one
 	t.Parallel()
-	for at := int64(1); ; at += 2 {
+	stride := int64(11)
+	if *long {
+		stride = 1
+	}
+	for at := int64(1); ; at += stride {
 		over := false
 		for _, before := range []bool{true, false} {
 			ok := t.Run(fmt.Sprintf("transaction %d, before %v", at, before), func(t *testing.T) {
@@ -458,4 +462,33 @@ func TestStepBounds(t *testing.T) {
 	if n := w.number(`SELECT count(*) FROM step_actions`); n != 0 {
 		t.Errorf("%d actions are kept after a day", n)
 	}
+}
+
+// TestLongStep: what has not ended after the longest time of a step is taken back.
+func TestLongStep(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	cp := w.checkpoint(ws.ID)
+	quick := command("inc")
+	quick.Keep = steps.KeepWorkspace
+	a, err := w.Step(t.Context(), w.project, cp.ID, []steps.Action{quick, command("sleep", "1000")}, 1, controller.ForkRequest{}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the second action runs", func() bool {
+		return w.number(`SELECT count(*) FROM step_actions WHERE phase = 'running' AND index = 1`) == 1
+	})
+	w.stop()
+	w.sql(`UPDATE operations SET created_at = now() - interval '20 hours' WHERE id = $1`, a.Operation.ID)
+	w.Controller, w.stop = w.start(controller.Config{LoopInterval: 20 * time.Millisecond})
+	end, err := w.Operation(t.Context(), w.project, a.Operation.ID, wait)
+	if err != nil || end.Operation.Problem == nil || end.Operation.Problem.Code != core.CodeTimedOut {
+		t.Fatalf("%+v, %v", end.Operation, err)
+	}
+	got := w.stepResults(a.Operation.ID)
+	if len(got) != 2 || got[0].Problem != nil || got[1].Problem == nil || got[1].Problem.Code != core.CodeTimedOut || w.state(got[1].Workspace) != core.WorkspaceTerminated {
+		t.Errorf("%+v", got)
+	}
+	w.consistent()
 }

@@ -5,12 +5,14 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"net/http"
 	"strings"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
 )
 
 // TestStepInLines reads the results of a step as they come, also by a repeat of the request while it goes on, and after its end.
@@ -106,6 +108,45 @@ func TestStepInLines(t *testing.T) {
 		got := w.do(call2("/v1/checkpoints/"+cp.ID+"/step", `{"actions":[{"command":["inc"]},`+action+`]}`, nil))
 		if p := got.problem(t); got.status != 400 || p.Code != "INVALID_FIELD" || len(p.Fields) != 1 || p.Fields[0].Field != field || !strings.HasPrefix(p.Detail, field+": ") {
 			t.Errorf("%s: %d %s", field, got.status, got.body)
+		}
+	}
+}
+
+// TestOutputOfAStepNeedsExec: a key that may not run commands sees the results of a step without what the commands wrote.
+func TestOutputOfAStepNeedsExec(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	cp := w.checkpoint(w.create("main").ID)
+	var out api.StepResult
+	w.want(200, "POST", "/v1/checkpoints/"+cp.ID+"/step", json.RawMessage(`{"actions":[{"files":[{"path":"/workspace/f","content":"x"}],"command":["sh","-c","err secret; echo 7"],"keep":"nothing"}]}`), &out)
+	if a := out.Actions[0]; a.Stdout != "7\n" || a.Stderr != "secret\n" || a.Score == nil {
+		t.Fatalf("%+v", a)
+	}
+	var log api.AuditRecordList
+	w.want(200, "GET", "/v1/audit?action=putFile", nil, &log)
+	if len(log.Items) != 1 || log.Items[0].ObjectID != out.Actions[0].WorkspaceID || log.Items[0].OperationID != out.OperationID || !strings.Contains(string(log.Items[0].Detail), `"/workspace/f"`) {
+		t.Errorf("the write is recorded as %+v", log.Items)
+	}
+	for _, c := range []struct {
+		name   string
+		scopes []core.KeyScope
+		shown  bool
+	}{
+		{"reader", []core.KeyScope{core.ScopeWorkspaceRead, core.ScopeWorkspaceCreate}, false},
+		{"user", []core.KeyScope{core.ScopeWorkspaceRead, core.ScopeWorkspaceCreate, core.ScopeWorkspaceExec}, true},
+	} {
+		key := w.newKey(c.name, c.scopes...).Secret
+		for _, ask := range []call{{method: "GET", path: "/v1/operations/" + out.OperationID, key: key}, {method: "POST", path: "/v1/operations/" + out.OperationID + "/cancel", key: key}} {
+			got := w.do(ask)
+			var op api.Operation
+			var result api.StepResult
+			if err := errors.Join(json.Unmarshal(got.body, &op), json.Unmarshal(op.Result, &result)); err != nil || got.status != 200 || len(result.Actions) != 1 {
+				t.Fatalf("%s: %d %s, %v", c.name, got.status, got.body, err)
+			}
+			a := result.Actions[0]
+			if (a.Stdout != "") != c.shown || (a.Stderr != "") != c.shown || (a.Score != nil) != c.shown || a.ExitCode == nil {
+				t.Errorf("%s, %s: %+v", c.name, ask.method, a)
+			}
 		}
 	}
 }

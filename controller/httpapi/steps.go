@@ -28,15 +28,18 @@ func (s *server) StepCheckpoint(ctx context.Context, r api.StepCheckpointRequest
 	if lines {
 		wait = 0
 	}
-	a, err := s.control.Step(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), actions, b.Parallel, fork, wait)
+	begin := func() (controller.Answer, error) {
+		return s.control.Step(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), actions, b.Parallel, fork, wait)
+	}
 	if lines {
-		stream, err := stepjson.Stream(ctx, s.control.Steps, s.control.Operation, projectOf(ctx), a, err)
+		stream, err := stepjson.Stream(ctx, s.control.Steps, projectOf(ctx), begin)
 		if err != nil {
 			return nil, err
 		}
 		stream.Within, stream.Log = s.pace.write, s.log
 		return stream, nil
 	}
+	a, err := begin()
 	return answered(a, err,
 		func(op api.AcceptedJSONResponse) api.StepCheckpointResponseObject {
 			return api.StepCheckpoint202JSONResponse{AcceptedJSONResponse: op}
@@ -61,10 +64,16 @@ func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
 	return a, below(field, err)
 }
 
-// withSteps adds what the actions of a step that failed have left.
+// withSteps adds what the actions of a step that failed have left. A key that may not run commands sees nothing of what they wrote.
 func (s *server) withSteps(ctx context.Context, a *controller.Answer) (err error) {
-	if a.Operation.Kind == controller.OpStepCheckpoint && a.Operation.Problem != nil {
+	if a.Operation.Kind != controller.OpStepCheckpoint {
+		return nil
+	}
+	if a.Operation.Problem != nil {
 		a.Result.Steps, err = s.control.Steps.Results(ctx, projectOf(ctx), a.Operation.ID)
+	}
+	if core.MissingScope(controller.KeyOf(ctx).Scopes, core.ScopeWorkspaceExec) != "" {
+		a.Result.Steps = steps.WithoutOutput(a.Result.Steps)
 	}
 	return err
 }

@@ -268,6 +268,9 @@ func (e *Engine[T, R]) start(t *Task[T, R]) {
 	going := core.WithOperationID(core.WithRequestID(request.WithOrigin(e.runCtx, origin), t.op.RequestID), t.op.ID)
 	ctx, cancel := context.WithCancelCause(going)
 	t.cancel, t.accepted = cancel, t.op
+	if !t.op.CancelAt.IsZero() { // it is resumed
+		cancel(errCanceled)
+	}
 	e.mu.Lock()
 	e.running[t.op.ID] = t
 	e.mu.Unlock()

@@ -2,9 +2,9 @@
 // actions. For each, it forks a workspace from a checkpoint, writes files, runs a command, and keeps a
 // checkpoint, the workspace, or nothing.
 //
-// It makes nothing itself. Fork, checkpoint and termination are operations of their own, a command is
-// a session, and all of them are begun by the use cases that serve separate requests (Uses). So they
-// respect the same quotas, lines and leases.
+// It makes nothing itself. Each fork, checkpoint and termination is an operation of its own, a command
+// is a session, and all of them are begun by the use cases that serve separate requests (Uses). So
+// they respect the same quotas, lines and leases.
 //
 // # Crashes
 //

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"sync"
@@ -29,9 +30,11 @@ import (
 const (
 	firstPause   = 50 * time.Millisecond // between attempts while the database cannot be reached; it doubles
 	longestPause = 2 * time.Second
-	awaitSlice   = time.Minute            // of one wait for an operation
-	followPoll   = 500 * time.Millisecond // of a step that another controller carries out
-	sweepBatch   = 50                     // steps that one transaction removes
+	awaitSlice   = time.Minute // of one wait for an operation
+	sweepBatch   = 50          // steps that one transaction removes
+
+	// keyPrefix begins the idempotency keys of commands. The API accepts no key that begins with a space, so no client can use one of these first.
+	keyPrefix = " step:"
 )
 
 // Where a controller may be killed in the life of an action.
@@ -66,6 +69,8 @@ type Uses struct {
 	Workspace  func(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (model.Workspace, error)
 	Checkpoint func(ctx context.Context, project core.ProjectID, id core.CheckpointID) (model.Checkpoint, error)
 	Write      func(ctx context.Context, s model.Sandbox, f guestclient.PutFile) error
+	// Audit records that a file is about to be written, or, with a problem, that it was not.
+	Audit func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, path string, problem error) error
 	// Exec runs a program to its end and returns the last bytes of its outputs. A repeat under the same claim waits for the first program.
 	Exec func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest, output int) (sessions.ExecResult, error)
 	// Insist repeats a call to a runner that does not answer for a while.
@@ -84,6 +89,7 @@ type Store interface {
 type Step struct {
 	Ref
 	Parallel int
+	Created  time.Time
 	// Fork begins a fork of one workspace from the checkpoint. It waits in line for room.
 	Fork func(ctx context.Context, name string, note Note) error
 	// Lease returns nil while no other controller can have claimed the step.
@@ -96,14 +102,12 @@ type Stepper struct {
 	store Store
 	log   *slog.Logger
 
-	// mu guards changed.
-	mu      sync.Mutex
-	changed map[core.OperationID]chan struct{} // closed when an action of the step ends here
+	streams streams
 }
 
 // New makes a stepper. It starts nothing.
 func New(uses Uses, store Store, log *slog.Logger) *Stepper {
-	return &Stepper{uses: uses, store: store, log: log, changed: map[core.OperationID]chan struct{}{}}
+	return &Stepper{uses: uses, store: store, log: log, streams: newStreams()}
 }
 
 // Admit inserts the actions of a step, in the transaction that begins it.
@@ -120,7 +124,7 @@ func (s *Stepper) Run(ctx context.Context, step Step) error {
 	}); err != nil {
 		return err
 	}
-	w := &work{Stepper: s, Step: step, actions: len(rows), freed: make(chan struct{}), hopeless: make(chan struct{})}
+	w := newWork(s, step, rows)
 	rows = slices.DeleteFunc(rows, func(r Row) bool { return r.Phase == Ended })
 	// What has a workspace comes first: others may wait for its room.
 	slices.SortStableFunc(rows, func(a, b Row) int { return rank(a) - rank(b) })
@@ -129,6 +133,8 @@ func (s *Stepper) Run(ctx context.Context, step Step) error {
 			w.holding++
 		}
 	}
+	ctx, cancel := context.WithDeadlineCause(ctx, step.Created.Add(maxTime), errTooLong)
+	defer cancel()
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(max(1, step.Parallel))
 	for _, r := range rows {
@@ -159,7 +165,7 @@ func (s *Stepper) TakeBack(ctx context.Context, step Step, why error) error {
 	}); err != nil {
 		return err
 	}
-	w := &work{Stepper: s, Step: step, actions: len(rows), freed: make(chan struct{}), hopeless: make(chan struct{})}
+	w := newWork(s, step, rows)
 	var group errgroup.Group
 	group.SetLimit(max(1, step.Parallel))
 	for _, r := range rows {
@@ -167,24 +173,37 @@ func (s *Stepper) TakeBack(ctx context.Context, step Step, why error) error {
 			continue
 		}
 		group.Go(func() error {
-			row, err := w.read(ctx, r.Index)
-			switch {
-			case err != nil:
-				return err
-			case row.Phase == Capturing:
-				return w.act(ctx, r.Index, true)
-			case row.Phase == Forking:
-				if err := w.insist(ctx, func() error { return s.uses.Cancel(ctx, step.Project, row.Fork) }); err != nil {
-					return err
-				}
-				if _, err := w.await(ctx, row.Fork); err != nil {
+			for { // a transaction of the controller that had the lease before may still move the action
+				if err := w.takeBack(ctx, r.Index, why); !errors.Is(err, ErrMoved) {
 					return err
 				}
 			}
-			return w.fail(ctx, &row, why)
 		})
 	}
 	return group.Wait()
+}
+
+func (w *work) takeBack(ctx context.Context, index int, why error) error {
+	row, err := w.read(ctx, index)
+	if err != nil {
+		return err
+	}
+	switch row.Phase {
+	case Ended:
+		w.wake()
+		return nil
+	case Capturing:
+		return w.act(ctx, index, true)
+	case Forking:
+		if err := w.insist(ctx, func() error { return w.uses.Cancel(ctx, w.Project, row.Fork) }); err != nil {
+			return err
+		}
+		if _, err := w.await(ctx, row.Fork); err != nil {
+			return err
+		}
+	case Pending, Running:
+	}
+	return w.fail(ctx, &row, why)
 }
 
 // work is the work on one step.
@@ -192,12 +211,19 @@ type work struct {
 	*Stepper
 	Step
 	actions int
+	line    chan struct{} // has a value for each action that waits in line for room
 
 	// room guards the fields below.
 	room            sync.Mutex
 	trying, holding int           // actions of this step that look for room, and that have it
 	freed           chan struct{} // closed and replaced when one has it no longer
 	hopeless        chan struct{} // closed and replaced when there are neither
+}
+
+func newWork(s *Stepper, step Step, rows []Row) *work {
+	return &work{
+		Stepper: s, Step: step, actions: len(rows), line: make(chan struct{}, maxInLine), freed: make(chan struct{}), hopeless: make(chan struct{}),
+	}
 }
 
 // act carries out one action, from its present phase to its end.
@@ -211,21 +237,13 @@ func (w *work) act(ctx context.Context, index int, holds bool) error {
 		if err != nil {
 			return err
 		}
-		switch row.Phase {
-		case Pending:
-			var begun bool
-			if begun, err = w.fork(ctx, &row); begun {
-				defer w.release()
-			}
-		case Forking:
-			err = w.prepare(ctx, &row, watch)
-		case Running:
-			err = w.run(ctx, &row, watch)
-		case Capturing:
-			err = w.captured(ctx, &row, watch)
-		case Ended:
+		if row.Phase == Ended {
 			w.wake()
 			return nil
+		}
+		begun, err := w.advance(ctx, &row, watch)
+		if begun {
+			defer w.release()
 		}
 		switch {
 		case err == nil || errors.Is(err, ErrMoved): // an attempt before was committed although its answer was lost
@@ -244,6 +262,29 @@ func (w *work) act(ctx context.Context, index int, holds bool) error {
 	}
 }
 
+// advance takes an action out of its phase. A panic ends this action as failed, not the controller. begun says that the action has a workspace
+// from now on.
+func (w *work) advance(ctx context.Context, row *Row, watch *core.Stopwatch) (begun bool, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			w.log.ErrorContext(ctx, "action of a step panicked", "operation_id", w.ID, "action", row.Index, "panic", fmt.Sprint(r), "stack", string(debug.Stack()))
+			err = core.Errorf(core.Internal, core.CodeInternal, "something went wrong inside Coppice; the log has the cause under operation %s", w.ID)
+		}
+	}()
+	switch row.Phase {
+	case Pending:
+		return w.fork(ctx, row)
+	case Forking:
+		err = w.prepare(ctx, row, watch)
+	case Running:
+		err = w.run(ctx, row, watch)
+	case Capturing:
+		err = w.captured(ctx, row, watch)
+	case Ended:
+	}
+	return false, err
+}
+
 // stops reports whether an error ends the work on the whole step here, instead of one action.
 func stops(ctx context.Context, err error) bool {
 	return ctx.Err() != nil || errors.Is(err, operations.ErrLeaseLost) || core.CodeOf(err) == core.CodeControllerStopping
@@ -260,7 +301,7 @@ func stopped(ctx context.Context, err error) error {
 	return fmt.Errorf("%w: %w", operations.ErrLeaseLost, err) // this controller stops
 }
 
-// fork begins the fork of an action. If there is no room, it waits until another action of the step has none any more. begun says that the
+// fork begins the fork of an action. If there is no room, it waits until another action of the step gives up its room. begun says that the
 // action counts as one that has a workspace.
 func (w *work) fork(ctx context.Context, row *Row) (begun bool, err error) {
 	note := func(ctx context.Context, tx NoteTx, b Begun) error {
@@ -268,7 +309,7 @@ func (w *work) fork(ctx context.Context, row *Row) (begun bool, err error) {
 	}
 	for {
 		freed := w.try()
-		err := w.insist(ctx, func() error { return w.Fork(ctx, row.Action.Name, note) })
+		err := w.inLine(ctx, func() error { return w.insist(ctx, func() error { return w.Fork(ctx, row.Action.Name, note) }) })
 		if err == nil || errors.Is(err, ErrMoved) {
 			w.hold()
 			return true, err
@@ -289,6 +330,17 @@ func (w *work) fork(ctx context.Context, row *Row) (begun bool, err error) {
 		case <-ctx.Done():
 			return false, context.Cause(ctx)
 		}
+	}
+}
+
+// inLine keeps most of the controller's line for others.
+func (w *work) inLine(ctx context.Context, begin func() error) error {
+	select {
+	case w.line <- struct{}{}:
+		defer func() { <-w.line }()
+		return begin()
+	case <-ctx.Done():
+		return context.Cause(ctx)
 	}
 }
 
@@ -316,8 +368,8 @@ func (w *work) hold() {
 	w.holding++
 }
 
-// leave counts an action that has found no room. It returns a channel that is closed when no action of the step has room or looks for it, and
-// none has left its room since freed was open: then nobody makes room for those who wait.
+// leave counts an action that has found no room. The channel is closed when no action has room or looks for it, and no room was
+// given up since freed was read: then nobody makes room for those who wait.
 func (w *work) leave(freed <-chan struct{}) (hopeless <-chan struct{}) {
 	w.room.Lock()
 	defer w.room.Unlock()
@@ -370,12 +422,21 @@ func (w *work) write(ctx context.Context, row *Row) error {
 		return err
 	}
 	for i, f := range row.Action.Files {
-		if err := w.Lease(ctx); err != nil { // another controller may have started the command, which may have changed the file
+		if err := w.insist(ctx, func() error { return w.uses.Audit(ctx, w.Project, ws.ID, f.Path, nil) }); err != nil {
 			return err
 		}
-		if err := w.uses.Insist(ctx, func() error { return w.uses.Write(ctx, ws.Sandbox, f) }); err != nil {
-			if ctx.Err() != nil {
-				return context.Cause(ctx)
+		err := w.uses.Insist(ctx, func() error {
+			if err := w.Lease(ctx); err != nil { // another controller may have started the command, which may have changed the file
+				return err
+			}
+			return w.uses.Write(ctx, ws.Sandbox, f)
+		})
+		if err != nil {
+			if stops(ctx, err) {
+				return stopped(ctx, err)
+			}
+			if err := w.insist(ctx, func() error { return w.uses.Audit(ctx, w.Project, ws.ID, f.Path, err) }); err != nil {
+				return err
 			}
 			return core.Wrapf(err, core.CategoryOf(err), core.CodeOf(err), "files.%d: %s", i, core.MessageOf(err))
 		}
@@ -398,8 +459,9 @@ func (w *work) run(ctx context.Context, row *Row, watch *core.Stopwatch) error {
 		}
 		g := out.View.Guest
 		r.ExitCode, r.Signal, r.TimedOut = g.ExitCode, core.Clip(g.Signal), g.TimedOut
-		r.Stdout, r.Stderr, r.StdoutTruncated, r.StderrTruncated = out.Stdout, out.Stderr, out.StdoutTruncated, out.StderrTruncated
-		r.Score = scoreOf(out.Stdout)
+		r.Score = scoreOf(out.Stdout, out.StdoutTruncated)
+		r.Stdout, r.StdoutTruncated = clip(out.Stdout, out.StdoutTruncated, w.actions)
+		r.Stderr, r.StderrTruncated = clip(out.Stderr, out.StderrTruncated, w.actions)
 	}
 	r.Timings = watch.Timings()
 	if row.Action.Keep == KeepNothing || !row.Action.OnlyIf.meets(*r) {
@@ -426,8 +488,8 @@ func (w *work) run(ctx context.Context, row *Row, watch *core.Stopwatch) error {
 func (w *work) exec(ctx context.Context, row *Row) (out sessions.ExecResult, err error) {
 	err = w.insist(ctx, func() error {
 		return w.uses.Insist(ctx, func() (err error) {
-			claimed := request.WithClaim(ctx, &request.Claim{Key: "step:" + string(w.ID) + ":" + strconv.Itoa(row.Index), Kind: "sess"})
-			out, err = w.uses.Exec(claimed, w.Project, row.Workspace, *row.Action.Command, outputOf(w.actions))
+			claimed := request.WithClaim(ctx, &request.Claim{Key: keyPrefix + string(w.ID) + ":" + strconv.Itoa(row.Index), Kind: "sess"})
+			out, err = w.uses.Exec(claimed, w.Project, row.Workspace, *row.Action.Command, maxOutput)
 			return err
 		})
 	})
@@ -493,18 +555,32 @@ func (w *work) end(ctx context.Context, row *Row) error {
 	}
 	var termination core.OperationID
 	err := w.insist(ctx, func() (err error) {
-		termination, err = w.uses.Terminate(ctx, w.Project, row.Workspace, func(ctx context.Context, tx NoteTx, _ Begun) error {
-			return tx.MoveStepAction(ctx, w.Ref, m)
-		})
-		return err
+		for {
+			termination, err = w.uses.Terminate(ctx, w.Project, row.Workspace, func(ctx context.Context, tx NoteTx, _ Begun) error {
+				return tx.MoveStepAction(ctx, w.Ref, m)
+			})
+			if core.CodeOf(err) != core.CodeStateConflict {
+				return err
+			}
+			ws, err := w.uses.Workspace(ctx, w.Project, row.Workspace)
+			switch {
+			case err != nil:
+				return err
+			case ws.State == core.WorkspaceTerminating || ws.State == core.WorkspaceTerminated: // somebody else terminates it
+				return w.move(ctx, m)
+			}
+			if err := pace.Pause(ctx, firstPause); err != nil { // it has changed meanwhile: it was restored, for example
+				return err
+			}
+		}
 	})
-	if core.CodeOf(err) == core.CodeStateConflict { // somebody else terminates it
-		return w.move(ctx, m)
-	}
 	if err != nil {
 		return err
 	}
 	w.wake()
+	if termination == "" {
+		return nil
+	}
 	if err := afterAction.Hit(ctx); err != nil {
 		return err
 	}
@@ -564,26 +640,7 @@ func (s *Stepper) insist(ctx context.Context, call func() error) error {
 }
 
 // wake tells those who follow the step that an action has ended.
-func (w *work) wake() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if ch, ok := w.changed[w.ID]; ok {
-		close(ch)
-		delete(w.changed, w.ID)
-	}
-}
-
-// next returns a channel that is closed when the next action of a step ends here.
-func (s *Stepper) next(step core.OperationID) <-chan struct{} {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	ch, ok := s.changed[step]
-	if !ok {
-		ch = make(chan struct{})
-		s.changed[step] = ch
-	}
-	return ch
-}
+func (w *work) wake() { w.streams.wake(w.ID) }
 
 // Results returns the results of the actions that have ended, by their index.
 func (s *Stepper) Results(ctx context.Context, project core.ProjectID, step core.OperationID) (list []Result, err error) {
@@ -593,53 +650,6 @@ func (s *Stepper) Results(ctx context.Context, project core.ProjectID, step core
 	})
 	slices.SortFunc(list, func(a, b Result) int { return a.Index - b.Index })
 	return list, err
-}
-
-// Follow hands out the results of a step as they come, until the step has ended or the context has. ended reports whether the step has.
-func (s *Stepper) Follow(ctx context.Context, project core.ProjectID, step core.OperationID, ended func() (bool, error), give func(Result) error) error {
-	var had []int
-	poll := time.NewTicker(followPoll)
-	defer poll.Stop()
-	defer s.forget(step)
-	for {
-		changed := s.next(step)
-		over, err := ended() // before the results are read, so that none is missed
-		if err != nil {
-			return err
-		}
-		var list []Result
-		if err := s.store.InProject(ctx, project, func(tx Tx) (err error) {
-			list, err = tx.StepResults(ctx, step, had)
-			return err
-		}); err != nil {
-			return err
-		}
-		for _, r := range list {
-			if err := give(r); err != nil {
-				return err
-			}
-			had = append(had, r.Index)
-		}
-		if over {
-			return nil
-		}
-		select {
-		case <-changed:
-		case <-poll.C:
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
-	}
-}
-
-// forget drops the channel of a step that nobody needs any more. Others who follow it find that it is closed.
-func (s *Stepper) forget(step core.OperationID) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if ch, ok := s.changed[step]; ok {
-		close(ch)
-		delete(s.changed, step)
-	}
 }
 
 // Sweep removes the results of steps that ended long ago, and of all but the newest steps of a project.

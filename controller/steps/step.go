@@ -5,9 +5,12 @@ import (
 	"context"
 	"encoding/json"
 	"math"
+	"slices"
 	"time"
+	"unicode"
 
 	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/controller/operations"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -17,10 +20,12 @@ const (
 	MaxParallel = 64  // actions of a step that have a workspace at the same time
 	MaxFiles    = 64  // of an action
 
-	maxRunning   = 32       // steps of a project that have not ended
-	maxKept      = 1_000    // ended steps of a project whose results are kept
-	maxOutput    = 64 << 10 // of each output of an action
-	maxOutputAll = 4 << 20  // of all outputs of a step
+	maxTime      = 20 * time.Hour // of a step: shorter than the life of its idempotency key, so that a repeat never begins another step
+	maxInLine    = 4              // actions of a step that wait in the line for room at the same time
+	maxRunning   = 32             // steps of a project that have not ended
+	maxKept      = 1_000          // ended steps of a project whose results are kept
+	maxOutput    = 64 << 10       // of each output of an action
+	maxOutputAll = 4 << 20        // of all outputs of a step
 )
 
 const (
@@ -32,7 +37,7 @@ const (
 	Every = time.Minute
 )
 
-// Annotation is the annotation that a node has which a step made.
+// Annotation is the annotation of a node that a step made. Clients can set it on other nodes, so it proves nothing.
 const Annotation = "coppice.step/v1"
 
 // Keep says what an action leaves behind.
@@ -70,7 +75,8 @@ type Condition struct {
 	MaxScore *float64 `json:"max_score,omitempty"`
 }
 
-// Phase says how far an action has come. Each phase begins in the transaction that makes what it waits for.
+// Phase says how far an action has come. A phase that waits for an operation begins in the transaction that begins the
+// operation.
 type Phase string
 
 // The phases of an action.
@@ -156,12 +162,17 @@ type Tx interface {
 	// StepActions returns the actions of a step, by their index, without their requests and results.
 	StepActions(ctx context.Context, step core.OperationID) ([]Row, error)
 	StepAction(ctx context.Context, step core.OperationID, index int) (Row, error)
+	// Operation is that of package operations.
+	Operation(ctx context.Context, id core.OperationID) (operations.Operation, error)
 	// SweepSteps removes the actions of at most limit steps that ended more than kept ago, or that are not among the newest of their project.
 	SweepSteps(ctx context.Context, kept time.Duration, newest, limit int) (int, error)
 }
 
 // ErrMoved says that an action is no longer in the phase in which it was read.
 var ErrMoved = core.Errorf(core.Conflict, "STEP_ACTION_MOVED", "the action is in another phase")
+
+// errTooLong is the problem of the actions that have not ended when the step has taken too long.
+var errTooLong = core.Errorf(core.Exhausted, core.CodeTimedOut, "the step has taken longer than %v; try fewer actions, or more at the same time", maxTime)
 
 // Check completes the actions of a request, and refuses those that cannot be carried out.
 func Check(actions []Action, parallel int) (int, error) {
@@ -231,12 +242,16 @@ func (c Condition) meets(r Result) bool {
 	return true
 }
 
-// scoreOf reads the score out of the last line of an output.
-func scoreOf(stdout []byte) *float64 {
-	line := bytes.TrimSpace(stdout)
-	if at := bytes.LastIndexByte(line, '\n'); at >= 0 {
+// scoreOf reads the score out of the last line of an output. If the output does not have the start of this line, there is no score.
+func scoreOf(stdout []byte, truncated bool) *float64 {
+	line := bytes.TrimRightFunc(stdout, unicode.IsSpace)
+	switch at := bytes.LastIndexByte(line, '\n'); {
+	case at >= 0:
 		line = line[at+1:]
+	case truncated:
+		return nil
 	}
+	line = bytes.TrimSpace(line)
 	var number float64
 	if json.Unmarshal(line, &number) != nil || bytes.Equal(line, []byte("null")) {
 		var object struct {
@@ -253,8 +268,23 @@ func scoreOf(stdout []byte) *float64 {
 	return &number
 }
 
-// outputOf is how many bytes of each output of an action are kept.
-func outputOf(actions int) int { return min(maxOutput, maxOutputAll/(2*max(actions, 1))) }
+// clip leaves the last bytes of an output of an action: all actions of a step share the room equally.
+func clip(output []byte, truncated bool, actions int) ([]byte, bool) {
+	if over := len(output) - min(maxOutput, maxOutputAll/(2*max(actions, 1))); over > 0 {
+		return bytes.Clone(output[over:]), true
+	}
+	return output, truncated
+}
+
+// WithoutOutput returns a copy of results without what the commands wrote.
+func WithoutOutput(list []Result) []Result {
+	list = slices.Clone(list)
+	for i := range list {
+		r := &list[i]
+		r.Stdout, r.Stderr, r.StdoutTruncated, r.StderrTruncated, r.Score = nil, nil, false, false, nil
+	}
+	return list
+}
 
 // annotation is what a node has from its step.
 type annotation struct {

@@ -3,9 +3,11 @@ package tenancy
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -72,6 +74,23 @@ type AuditTx interface {
 // Audit records an action that a request is about to do and that no row shows. If this fails, the action must not be done.
 func (m *Manager) Audit(ctx context.Context, r AuditRecord) error {
 	return m.store.InTx(ctx, model.InProject(r.ProjectID), func(tx Tx) error { return tx.InsertAudit(ctx, r) })
+}
+
+// AuditFile records, as a request to write a file does, that an operation is about to write one to a workspace. With a problem, it records that
+// the file was not written.
+func (m *Manager) AuditFile(ctx context.Context, project core.ProjectID, id core.WorkspaceID, path string, problem error) error {
+	detail := map[string]string{"path": path}
+	r := AuditRecord{ProjectID: project, Object: string(id), Outcome: AuditAccepted, OperationID: core.OperationIDOf(ctx)}
+	if problem != nil {
+		detail["code"], r.Outcome = string(core.CodeOf(problem)), AuditFailed
+	}
+	var err error
+	if r.Detail, err = json.Marshal(detail); err != nil {
+		return fmt.Errorf("encode the detail of an audit record: %w", err)
+	}
+	origin, _ := request.OriginOf(ctx)
+	origin.Action = "putFile"
+	return m.Audit(request.WithOrigin(ctx, origin), r)
 }
 
 // AuditRecords lists the records of a project, newest first.

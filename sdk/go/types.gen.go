@@ -2801,15 +2801,17 @@ type StepAction struct {
 
 	// Keep What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
 	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
-	// the action, the exit code and the score.
+	// the action, the exit code and the score. Clients can set this annotation on other
+	// checkpoints, so it proves nothing.
 	Keep StepKeep `json:"keep,omitempty,omitzero"`
 
 	// Name Of the workspace.
 	Name Name `json:"name,omitempty,omitzero"`
 
 	// OnlyIf Keep something only if all of this holds. The score is what the last line of the standard
-	// output has as JSON: a number, or an object with a number `score`. A command without a score
-	// meets no condition about it.
+	// output has as JSON: a number, or an object with a number `score`. There is no score if this
+	// line does not begin within the last 64 KiB. If the command has no score, `min_score` and
+	// `max_score` do not hold.
 	OnlyIf StepCondition `json:"only_if,omitempty,omitzero"`
 
 	// Stdin Text that the program gets as input. Not together with `stdin_base64`.
@@ -2842,7 +2844,8 @@ type StepActionResult struct {
 
 	// Kept What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
 	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
-	// the action, the exit code and the score.
+	// the action, the exit code and the score. Clients can set this annotation on other
+	// checkpoints, so it proves nothing.
 	Kept    StepKeep `json:"kept"`
 	Problem *Failure `json:"problem,omitempty"`
 
@@ -2860,7 +2863,7 @@ type StepActionResult struct {
 	// StderrTruncated The beginning is missing.
 	StderrTruncated bool `json:"stderr_truncated,omitempty,omitzero"`
 
-	// Stdout The last 64 KiB, or less with more than 32 actions: all results of a step have room for 4 MiB.
+	// Stdout The last 64 KiB, or less with more than 32 actions. A step keeps at most 4 MiB of output; its actions share this equally.
 	Stdout string `json:"stdout,omitempty,omitzero"`
 
 	// StdoutTruncated The beginning is missing.
@@ -2870,7 +2873,7 @@ type StepActionResult struct {
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
 
-	// WorkspaceID The workspace that was forked. It is there only if `kept` is `workspace`.
+	// WorkspaceID The workspace that was forked. The workspace still exists only if `kept` is `workspace`.
 	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
 }
 
@@ -2878,8 +2881,9 @@ type StepActionResult struct {
 type StepActionResultEncoding string
 
 // StepCondition Keep something only if all of this holds. The score is what the last line of the standard
-// output has as JSON: a number, or an object with a number `score`. A command without a score
-// meets no condition about it.
+// output has as JSON: a number, or an object with a number `score`. There is no score if this
+// line does not begin within the last 64 KiB. If the command has no score, `min_score` and
+// `max_score` do not hold.
 type StepCondition struct {
 	ExitCode *int `json:"exit_code,omitempty"`
 
@@ -2922,7 +2926,8 @@ type StepFile struct {
 
 // StepKeep What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
 // terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
-// the action, the exit code and the score.
+// the action, the exit code and the score. Clients can set this annotation on other
+// checkpoints, so it proves nothing.
 type StepKeep string
 
 // StepRequest defines model for StepRequest.
@@ -2950,7 +2955,7 @@ type StepRequest struct {
 
 // StepResult defines model for StepResult.
 type StepResult struct {
-	// Actions In the order of the request. Empty if the results are older than a day.
+	// Actions In the order of the request. The server deletes all results a day after the step ends, or when the project has 1,000 newer steps. A key without the scope `workspace:exec` sees no `stdout`, `stderr` and `score`.
 	Actions []StepActionResult `json:"actions"`
 
 	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc

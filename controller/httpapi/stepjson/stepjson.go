@@ -117,35 +117,39 @@ type Lines struct {
 	Within time.Duration // a client that has not taken a line by then is cut off
 	Log    *slog.Logger
 
-	ctx       context.Context //nolint:containedctx // of the request, whose answer this is
-	id        core.OperationID
-	operation func() (operations.Operation, error)
-	follow    func(ended func() (bool, error), give func(steps.Result) error) error
+	ctx    context.Context //nolint:containedctx // of the request, whose answer this is
+	id     core.OperationID
+	follow func(give func(steps.Result) error) (operations.Operation, error)
+	leave  func()
 }
 
-// Stream makes the answer to a request that has begun a step, or that repeats one which has: a repeat gets the same results.
-func Stream[R any](
-	ctx context.Context, stepper *steps.Stepper, operation func(context.Context, core.ProjectID, core.OperationID, time.Duration) (operations.Answer[R], error),
-	project core.ProjectID, a operations.Answer[R], err error,
-) (*Lines, error) {
+// Stream makes the answer to a request that begins a step, or that repeats one which has: a repeat gets the same results. No step begins if
+// there are too many streams.
+func Stream[R any](ctx context.Context, stepper *steps.Stepper, project core.ProjectID, begin func() (operations.Answer[R], error)) (*Lines, error) {
+	leave, err := stepper.Enter(project)
+	if err != nil {
+		return nil, err
+	}
+	a, err := begin()
 	id := a.Operation.ID
 	if failed, ok := errors.AsType[*operations.Error](err); ok && (core.CodeOf(err) == core.CodeIdempotencyInProgress || a.Done) {
 		id, err = failed.Operation, nil
 	}
+	if err != nil {
+		leave()
+		return nil, err
+	}
 	return &Lines{
-		ctx: ctx, id: id,
-		operation: func() (operations.Operation, error) {
-			a, err := operation(ctx, project, id, 0)
-			return a.Operation, err
+		ctx: ctx, id: id, leave: leave,
+		follow: func(give func(steps.Result) error) (operations.Operation, error) {
+			return stepper.Follow(ctx, project, id, give)
 		},
-		follow: func(ended func() (bool, error), give func(steps.Result) error) error {
-			return stepper.Follow(ctx, project, id, ended, give)
-		},
-	}, err
+	}, nil
 }
 
 // VisitStepCheckpointResponse writes the lines. If it cannot, the step goes on.
 func (l *Lines) VisitStepCheckpointResponse(w http.ResponseWriter) error {
+	defer l.leave()
 	control := http.NewResponseController(w)
 	w.Header().Set("Content-Type", contentLines)
 	w.Header().Set("Cache-Control", "no-store")
@@ -174,11 +178,7 @@ func (l *Lines) write(send func(api.StepEvent) error) error {
 	if err := send(api.StepEvent{}); err != nil {
 		return err
 	}
-	var last operations.Operation
-	err := l.follow(func() (ended bool, err error) {
-		last, err = l.operation()
-		return last.State.Done(), err
-	}, func(r steps.Result) error {
+	last, err := l.follow(func(r steps.Result) error {
 		action := actionOf(r)
 		return send(api.StepEvent{Action: &action})
 	})

@@ -116,7 +116,9 @@ func (t *Tx) StepResults(ctx context.Context, step core.OperationID, except []in
 	return list, nil
 }
 
-// MoveStepAction locks the row of the operation, so that no other controller claims the step before the transaction ends.
+// MoveStepAction fails if the step has another lease epoch. It does not keep the epoch until the transaction ends: a lock that did would also
+// stop the renewal of all leases of the controller (FOR KEY SHARE conflicts with neither). If another controller claims the step meanwhile, the
+// row of the action decides. Phases only advance, and whoever moves the action second finds that it is not in the phase any more.
 func (t *Tx) MoveStepAction(ctx context.Context, ref steps.Ref, m steps.Move) error {
 	var result []byte
 	if m.Result != nil {
@@ -131,7 +133,7 @@ func (t *Tx) MoveStepAction(ctx context.Context, ref steps.Ref, m steps.Move) er
 	}
 	got, err := pgtx.One[moved](ctx, t, nil, `
 		WITH o AS (
-			SELECT id FROM operations WHERE id = @step AND lease_epoch = @epoch AND state = 'running' FOR SHARE
+			SELECT id FROM operations WHERE id = @step AND lease_epoch = @epoch AND state = 'running' FOR KEY SHARE
 		), a AS (
 			UPDATE step_actions SET phase = @to, fork_id = coalesce(@fork, fork_id), workspace_id = coalesce(@workspace, workspace_id),
 				checkpoint_id = coalesce(@checkpoint, checkpoint_id), result = coalesce(@result, result),

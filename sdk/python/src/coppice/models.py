@@ -719,7 +719,8 @@ class StepFile(Model):
 
 class StepCondition(Model):
     """Keep something only if all of this holds. The score is what the last line of the standard output has as JSON:
-    a number, or an object with a number `score`. A command without a score meets no condition about it.
+    a number, or an object with a number `score`. There is no score if this line does not begin within the last 64
+    KiB. If the command has no score, `min_score` and `max_score` do not hold.
     """
     exit_code: int | None = None
     min_score: float | None = None
@@ -733,7 +734,9 @@ class StepResult(Model):
     operation_id: OperationID
     checkpoint_id: CheckpointID
     actions: list[StepActionResult]
-    """In the order of the request. Empty if the results are older than a day."""
+    """In the order of the request. The server deletes all results a day after the step ends, or when the project has
+    1,000 newer steps. A key without the scope `workspace:exec` sees no `stdout`, `stderr` and `score`.
+    """
     timings: Timings
 
 
@@ -748,7 +751,7 @@ class StepActionResult(Model):
     checkpoint_id: CheckpointID | None = None
     """The node, if `kept` is `checkpoint`."""
     workspace_id: WorkspaceID | None = None
-    """The workspace that was forked. It is there only if `kept` is `workspace`."""
+    """The workspace that was forked. The workspace still exists only if `kept` is `workspace`."""
     exit_code: int | None = None
     """128 + signal if a signal ended it. Absent without a command."""
     signal: str | None = None
@@ -757,7 +760,9 @@ class StepActionResult(Model):
     score: float | None = None
     """See `StepCondition`."""
     stdout: str | None = None
-    """The last 64 KiB, or less with more than 32 actions: all results of a step have room for 4 MiB."""
+    """The last 64 KiB, or less with more than 32 actions. A step keeps at most 4 MiB of output; its actions share
+    this equally.
+    """
     stderr: str | None = None
     """Likewise."""
     encoding: str | None = None
@@ -1929,8 +1934,9 @@ FlowOutcome: TypeAlias = str
 # One of http, tls, tcp; a newer server may have others.
 FlowProtocol: TypeAlias = str
 # What an action leaves behind. `checkpoint` (the default) makes a node of the tree and terminates the workspace. Its
-# annotation `coppice.step/v1` has the operation, the index of the action, the exit code and the score. One of
-# checkpoint, workspace, nothing; a newer server may have others.
+# annotation `coppice.step/v1` has the operation, the index of the action, the exit code and the score. Clients can set
+# this annotation on other checkpoints, so it proves nothing. One of checkpoint, workspace, nothing; a newer server may
+# have others.
 StepKeep: TypeAlias = str
 # Who may use a preview: with `private`, who sends an API key of the project with `workspace:exec` in the header
 # `Coppice-Key`; with `signed`, who has the URL with its token; with `public`, everybody. The token is for one

@@ -607,14 +607,16 @@ export interface StepFile {
 /**
  * What an action leaves behind. `checkpoint` (the default) makes a node of the tree and
  * terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
- * the action, the exit code and the score.
+ * the action, the exit code and the score. Clients can set this annotation on other
+ * checkpoints, so it proves nothing.
  */
 export type StepKeep = "checkpoint" | "workspace" | "nothing";
 
 /**
  * Keep something only if all of this holds. The score is what the last line of the standard
- * output has as JSON: a number, or an object with a number `score`. A command without a score
- * meets no condition about it.
+ * output has as JSON: a number, or an object with a number `score`. There is no score if this
+ * line does not begin within the last 64 KiB. If the command has no score, `min_score` and
+ * `max_score` do not hold.
  */
 export interface StepCondition {
   exit_code?: number;
@@ -627,7 +629,7 @@ export interface StepCondition {
 export interface StepResult {
   operation_id: OperationID;
   checkpoint_id: CheckpointID;
-  /** In the order of the request. Empty if the results are older than a day. */
+  /** In the order of the request. The server deletes all results a day after the step ends, or when the project has 1,000 newer steps. A key without the scope `workspace:exec` sees no `stdout`, `stderr` and `score`. */
   actions: StepActionResult[];
   timings: Timings;
 }
@@ -642,7 +644,7 @@ export interface StepActionResult {
   kept: StepKeep;
   /** The node, if `kept` is `checkpoint`. */
   checkpoint_id?: CheckpointID;
-  /** The workspace that was forked. It is there only if `kept` is `workspace`. */
+  /** The workspace that was forked. The workspace still exists only if `kept` is `workspace`. */
   workspace_id?: WorkspaceID;
   /** 128 + signal if a signal ended it. Absent without a command. */
   exit_code?: number;
@@ -651,7 +653,7 @@ export interface StepActionResult {
   timed_out?: boolean;
   /** See `StepCondition`. */
   score?: number;
-  /** The last 64 KiB, or less with more than 32 actions: all results of a step have room for 4 MiB. */
+  /** The last 64 KiB, or less with more than 32 actions. A step keeps at most 4 MiB of output; its actions share this equally. */
   stdout?: string;
   /** Likewise. */
   stderr?: string;
