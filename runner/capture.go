@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/journal"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/sequence"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -188,14 +189,14 @@ func (r *Runner) captureNow(ctx context.Context, s *sandbox, agent *guest.Client
 	paused := time.Now()
 	var frozen guestapi.QuiesceResponse
 	isFrozen := false
-	err := runSteps(ctx, c.watch, []step{
-		{does: "freeze the workload", lap: "freeze", then: captureFrozen, do: func(ctx context.Context) (err error) {
+	err := sequence.Run(ctx, c.watch, []sequence.Step{
+		{Does: "freeze the workload", Lap: "freeze", Then: captureFrozen, Do: func(ctx context.Context) (err error) {
 			frozen, err = agent.Quiesce(ctx, r.quiesceRequest(req.CheckpointID, c))
 			paused = beginOfPause(paused, time.Now(), frozen.FreezeMS+frozen.FlushMS)
 			c.survey, isFrozen = checkpoints.SurveyOf(frozen), err == nil
 			return err
 		}},
-		{does: "capture the machine", do: func(ctx context.Context) error { return c.take(ctx, s.shell) }},
+		{Does: "capture the machine", Do: func(ctx context.Context) error { return c.take(ctx, s.shell) }},
 	})
 	taken := time.Now().UTC() // the checkpoint has nothing that the workload does later; what it sent before may still be in transit
 	record := func(steps []core.ResealStep) *checkpoints.Record {
@@ -223,9 +224,9 @@ func (r *Runner) captureNow(ctx context.Context, s *sandbox, agent *guest.Client
 	if err != nil {
 		return nil, errors.Join(err, thawErr)
 	}
-	return rec, runSteps(ctx, c.watch, []step{
-		{does: "let the workload run", then: captureThawed},
-		{does: "publish the checkpoint", then: capturePublished, do: func(ctx context.Context) error {
+	return rec, sequence.Run(ctx, c.watch, []sequence.Step{
+		{Does: "let the workload run", Then: captureThawed},
+		{Does: "publish the checkpoint", Then: capturePublished, Do: func(ctx context.Context) error {
 			if err := c.publish(ctx, r.checkpoints, rec); err != nil {
 				return err
 			}
@@ -319,11 +320,11 @@ func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Cli
 
 // take captures device state, private pages and overlay in the pause. It does not wait for the disk if the overlay was flushed before.
 func (c *capture) take(ctx context.Context, sh *shell) error {
-	return runSteps(ctx, c.watch, []step{
-		{does: "pause the machine", lap: "stop", then: capturePaused, do: sh.machine.Pause},
-		{does: "save the device state", lap: "state", then: captureSaved, do: func(ctx context.Context) error { return sh.machine.SaveState(ctx, c.state) }},
-		{does: "copy the memory", lap: "memory", then: captureCopied, do: func(context.Context) error { return c.memory.Copy() }},
-		{does: "clone the disk", lap: "disk", then: captureCloned, do: func(context.Context) error {
+	return sequence.Run(ctx, c.watch, []sequence.Step{
+		{Does: "pause the machine", Lap: "stop", Then: capturePaused, Do: sh.machine.Pause},
+		{Does: "save the device state", Lap: "state", Then: captureSaved, Do: func(ctx context.Context) error { return sh.machine.SaveState(ctx, c.state) }},
+		{Does: "copy the memory", Lap: "memory", Then: captureCopied, Do: func(context.Context) error { return c.memory.Copy() }},
+		{Does: "clone the disk", Lap: "disk", Then: captureCloned, Do: func(context.Context) error {
 			_, err := sparse.Clone(c.overlay, sh.overlay)
 			return err
 		}},
@@ -333,7 +334,7 @@ func (c *capture) take(ctx context.Context, sh *shell) error {
 // thaw lets the captured sandbox continue: it is resumed, reseeded, then released. An error means that the sandbox must not continue.
 // frozen says that the agent confirmed the freeze; if it did not, it may have undone the freeze itself.
 func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, generation string, frozen bool, watch *core.Stopwatch) (reseeded []core.ResealStep, err error) {
-	if err := runSteps(ctx, watch, []step{{does: "resume the machine", lap: "resume", then: captureResumed, do: s.machine.Resume}}); err != nil {
+	if err := sequence.Run(ctx, watch, []sequence.Step{{Does: "resume the machine", Lap: "resume", Then: captureResumed, Do: s.machine.Resume}}); err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
@@ -347,8 +348,8 @@ func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, gene
 			return nil, nil
 		}
 	}
-	err = runSteps(ctx, watch, []step{
-		{does: "reseed the guest", lap: "reseed", then: captureReseeded, do: func(ctx context.Context) error {
+	err = sequence.Run(ctx, watch, []sequence.Step{
+		{Does: "reseed the guest", Lap: "reseed", Then: captureReseeded, Do: func(ctx context.Context) error {
 			res, err := agent.Reseed(ctx, guestapi.ReseedRequest{Entropy: entropy(guestapi.EntropySize), Generation: generation})
 			if err != nil {
 				return err
@@ -359,7 +360,7 @@ func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, gene
 			}
 			return r.draws.Add(res.Steps)
 		}},
-		{does: "release the workload", lap: "thaw", do: func(ctx context.Context) error {
+		{Does: "release the workload", Lap: "thaw", Do: func(ctx context.Context) error {
 			_, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: generation})
 			return err
 		}},

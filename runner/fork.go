@@ -5,11 +5,8 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"os"
 	"sync"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -113,30 +110,29 @@ func forkError(child runnerapi.Child, ckpt *checkpoints.Opened, err error) error
 	return core.Wrapf(err, category, code, "%s: %s", what, core.MessageOf(err))
 }
 
-// forkSandbox makes one sandbox and makes it ready. After an error nothing of it is left. A prepared machine that cannot be used is no reason to
-// fail: then the sandbox is made of another machine.
+// forkSandbox makes one sandbox and makes it ready. After an error nothing of it is left. If a prepared machine cannot be claimed, the sandbox is
+// made of another machine. Meanwhile the first one keeps the id, so that whoever ends the sandbox finds it.
 func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
-	for first := true; ; first = false {
-		s, report, err := r.forkOnce(ctx, ckpt, child, first, watch)
-		if !errors.Is(err, errUnclaimed) {
-			return s, report, err
-		}
-		r.cfg.Log.WarnContext(ctx, "prepared machine could not be used for a fork", "sandbox_id", child.SandboxID, "checkpoint_id", ckpt.ID, "err", err)
-		watch.Lap("unclaimed")
-	}
-}
-
-// forkOnce is forkSandbox, with a prepared machine or without. Its error is errUnclaimed if the child can be made of another machine.
-func (r *Runner) forkOnce(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, prepared bool, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
 	if s, err := r.find(child.SandboxID); err == nil { // the request is repeated
 		return s.forkedBefore(ctx)
 	}
 	if r.runCtx.Err() != nil { // the runner was stopped while the child waited for a CPU
 		return nil, nil, errStopping
 	}
-	if prepared {
-		if m := r.takePrepared(ckpt, child); m != nil {
-			return r.forkInto(ctx, ckpt, child, m.shell, m.agent, watch)
+	var former *sandbox
+	if m, outcome := r.takePrepared(ckpt, child); m != nil {
+		s, report, err := r.forkInto(ctx, ckpt, child, m.shell, m.agent, nil, watch)
+		outcome(report != nil)
+		if !errors.Is(err, errClaimFailed) {
+			return s, report, err
+		}
+		r.cfg.Log.WarnContext(ctx, "prepared machine was not claimed", "sandbox_id", child.SandboxID, "checkpoint_id", ckpt.ID, "err", err)
+		watch.Lap("claim_failed")
+		former = s
+		defer former.unlock()
+		defer r.forget(former)
+		if former.doomed() {
+			return nil, nil, errDestroyed(child.SandboxID)
 		}
 	}
 	sh, err := r.takeShell(ctx, ckpt)
@@ -147,37 +143,39 @@ func (r *Runner) forkOnce(ctx context.Context, ckpt *checkpoints.Opened, child r
 		watch.Add("shell."+t.Stage, time.Duration(t.DurationMS*float64(time.Millisecond)))
 	}
 	watch.Lap("shell")
-	return r.forkInto(ctx, ckpt, child, sh, nil, watch)
+	return r.forkInto(ctx, ckpt, child, sh, nil, former, watch)
 }
 
-// forkInto makes a shell the sandbox of a child. agent is the connection of a prepared machine. If that machine cannot be used, the error is
-// errUnclaimed.
-func (r *Runner) forkInto(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, sh *shell, agent *guest.Client, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
+// forkInto makes a shell the sandbox of a child. agent is the connection of a prepared machine. If that machine cannot be claimed, the error is
+// errClaimFailed; then the sandbox without a machine is still registered, with its work lock held, for the next call to replace (former).
+func (r *Runner) forkInto(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, sh *shell, agent *guest.Client, former *sandbox, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
 	s := newSandbox(r, sh, child.SandboxID, runnerapi.Sandbox{
 		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxStarting,
 		Checkpoint: ckpt.ID, Identity: child.Identity, Resources: ckpt.Resources,
 	}, nil)
 	s.authority, s.guest = child.CA, agent
-	if err := r.register(s); err != nil {
+	s.silent.Store(agent != nil)
+	if err := r.register(s, former); err != nil {
 		if gone := errors.Join(s.hangUp(), r.dismantle(ctx, sh)); gone != nil {
 			return nil, nil, errors.Join(err, gone)
 		}
-		if other, notThere := r.find(child.SandboxID); notThere == nil { // the request was repeated while this child or that one waited for a CPU
+		if other, notThere := r.find(child.SandboxID); notThere == nil && former == nil { // the request was repeated while this child or that one waited for a CPU
 			return other.forkedBefore(ctx)
 		}
 		return nil, nil, err
 	}
-	defer s.unlock()
+	unlock := s.unlock
+	defer func() { unlock() }()
 	report, err := r.restoreAndReseal(ctx, s, ckpt, child, agent != nil, watch)
 	if err == nil {
 		err = forkReady.Hit(ctx)
 	}
-	if errors.Is(err, errUnclaimed) { // what it has used is not the workspace's
-		s.unclaimed = true
-		if gone := r.takeDownLocked(ctx, s); gone != nil {
+	if errors.Is(err, errClaimFailed) {
+		if gone := r.endMachine(ctx, s); gone != nil {
 			return nil, nil, fmt.Errorf("%w (%v)", gone, err) //nolint:errorlint // no other machine is made beside it
 		}
-		return nil, nil, err
+		unlock = func() {} // the caller does
+		return s, nil, err
 	}
 	if err != nil {
 		return nil, report, errors.Join(r.lazy.Explain(s.lazyMachine(), err), r.destroyLocked(ctx, s))
@@ -198,21 +196,26 @@ func (s *sandbox) forkedBefore(ctx context.Context) (*sandbox, *core.ResealRepor
 	defer s.unlock()
 	select {
 	case <-s.gone:
-		if s.unclaimed {
-			return nil, nil, errUnclaimed
+		if s.next != nil {
+			return s.next.forkedBefore(ctx)
 		}
-		return nil, nil, core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s was destroyed meanwhile", s.info.ID)
+		return nil, nil, errDestroyed(s.info.ID)
 	default:
 		return s, s.reseal, nil
 	}
 }
 
-// register makes a sandbox known, with its work lock held.
-func (r *Runner) register(s *sandbox) error {
+func errDestroyed(id core.SandboxID) error {
+	return core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s was destroyed meanwhile", id)
+}
+
+// register makes a sandbox known, with its work lock held. It replaces former, whose machine could not be claimed, unless that was to be ended
+// meanwhile.
+func (r *Runner) register(s, former *sandbox) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	id := s.info.ID
-	if _, there := r.sandboxes[id]; there {
+	if other := r.sandboxes[id]; other != former {
 		return core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s is being made by another request", id)
 	}
 	if r.runCtx.Err() != nil {
@@ -221,6 +224,12 @@ func (r *Runner) register(s *sandbox) error {
 	if r.lease.Fenced() {
 		return lease.ErrFenced
 	}
+	if former != nil {
+		if former.doomed() {
+			return errDestroyed(id)
+		}
+		former.next = s
+	}
 	s.work <- struct{}{}
 	r.sandboxes[id] = s
 	return nil
@@ -228,7 +237,7 @@ func (r *Runner) register(s *sandbox) error {
 
 // restore gives a shell memory and devices of a checkpoint.
 func (s *shell) restore(ctx context.Context, ckpt *checkpoints.Opened) error {
-	state, err := memfdOf("device-state", ckpt.State)
+	state, err := memory.FileOf("device-state", ckpt.State)
 	if err != nil {
 		return err
 	}
@@ -282,29 +291,4 @@ func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int6
 		report.StaleProcesses = ckpt.Processes
 	}
 	return &report, err
-}
-
-// withConsole adds the last output of the guest's console to an error that callers see.
-func withConsole(err error, m vmm.Machine) error {
-	console := m.Console()
-	if len(console) > 512 {
-		console = console[len(console)-512:]
-	}
-	if console == "" {
-		return err
-	}
-	return core.Wrapf(err, core.CategoryOf(err), core.CodeOf(err), "%s; its console ends with: %s", core.MessageOf(err), console)
-}
-
-// memfdOf returns a file with the bytes, at its beginning.
-func memfdOf(name string, b []byte) (*os.File, error) {
-	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
-	if err != nil {
-		return nil, fmt.Errorf("make a memfd: %w", err)
-	}
-	f := os.NewFile(uintptr(fd), name)
-	if _, err := f.WriteAt(b, 0); err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
-	return f, nil
 }

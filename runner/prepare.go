@@ -17,7 +17,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/prepared"
 	"github.com/coppice-dev/coppice/runner/prepared/forecast"
+	"github.com/coppice-dev/coppice/runner/sequence"
 	"github.com/coppice-dev/coppice/runner/usage"
+	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // preparedMachine is a shell into which a checkpoint was restored. It is in quarantine: its namespace drops everything, and its workload is frozen
@@ -92,7 +94,7 @@ func (r *Runner) expectForks(id core.SandboxID, c runnerapi.Checkpoint) {
 	r.prepared.Captured(c.ID, parent, s.authority)
 }
 
-// prepare restores a checkpoint into a shell, connects to the agent and gives the guest an identity that nobody will see, so that its code has
+// prepare restores a checkpoint into a shell, connects to the agent and gives the guest a throwaway identity, so that its code has
 // run once when a fork is asked for. Then the machine is paused until a fork takes it. While it is prepared, it has the lowest share of the
 // processors. Memory that the pager serves is left alone. An agent that knows of no provisional reseal is only connected to.
 func (r *Runner) prepare(ctx context.Context, want forecast.Want) (_ *preparedMachine, err error) {
@@ -119,16 +121,16 @@ func (r *Runner) prepare(ctx context.Context, want forecast.Want) (_ *preparedMa
 	if err != nil {
 		return nil, err
 	}
-	m := &preparedMachine{shell: s, record: ckpt.Record, authority: want.With}
-	err = runSteps(ctx, core.NewStopwatch(), []step{
-		{does: "lower its weight", then: prepareWeighed, do: m.lower},
-		{does: "clone the disk", do: func(context.Context) error { _, err := sparse.Clone(s.overlay, ckpt.Overlay); return err }},
-		{does: "restore memory and devices", then: prepareRestored, do: func(ctx context.Context) error { return s.restore(ctx, ckpt) }},
-		{does: "resume the machine", then: prepareResumed, do: s.machine.Resume},
-		{does: "connect to the agent", then: prepareConnected, do: func(ctx context.Context) error { return m.connect(ctx, r.cfg.GuestTimeout) }},
-		{does: "reseal it provisionally", then: prepareResealed, do: func(ctx context.Context) error { return m.practise(ctx, r) }},
+	m := &preparedMachine{shell: s, record: ckpt.Record, authority: want.Authority}
+	err = sequence.Run(ctx, core.NewStopwatch(), []sequence.Step{
+		{Does: "lower its weight", Then: prepareWeighed, Do: m.lower},
+		{Does: "clone the disk", Do: func(context.Context) error { _, err := sparse.Clone(s.overlay, ckpt.Overlay); return err }},
+		{Does: "restore memory and devices", Then: prepareRestored, Do: func(ctx context.Context) error { return s.restore(ctx, ckpt) }},
+		{Does: "resume the machine", Then: prepareResumed, Do: s.machine.Resume},
+		{Does: "connect to the agent", Then: prepareConnected, Do: func(ctx context.Context) error { return m.connect(ctx, r.cfg.GuestTimeout) }},
+		{Does: "reseal it provisionally", Then: prepareResealed, Do: func(ctx context.Context) error { return m.practise(ctx, r) }},
 		// Its clock stops, so that timers of the workload and deadlines of sessions go on from the capture.
-		{does: "pause the machine", do: s.machine.Pause},
+		{Does: "pause the machine", Do: s.machine.Pause},
 	})
 	if err == nil && r.lease.Fenced() {
 		err = lease.ErrFenced
@@ -155,7 +157,7 @@ func (m *preparedMachine) connect(ctx context.Context, limit time.Duration) (err
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	if m.agent, err = guest.Dial(ctx, m.machine.DialAgent); err != nil {
-		return withConsole(err, m.machine)
+		return vmm.WithConsole(err, m.machine)
 	}
 	return nil
 }
@@ -183,12 +185,12 @@ func (m *preparedMachine) practise(ctx context.Context, r *Runner) error {
 }
 
 // takePrepared returns a machine that was prepared for a child of a checkpoint, or nil. What was prepared is what is asked for: the same bytes,
-// which a record stands for, and the same authority, which the guest trusts already.
-func (r *Runner) takePrepared(ckpt *checkpoints.Opened, child runnerapi.Child) *preparedMachine {
-	m, ok := r.prepared.Take(ckpt.ID, child.CA, func(m *preparedMachine) bool { return m.record == ckpt.Record && m.Class == r.class })
+// which a record stands for, and the same authority, which the guest trusts already. outcome must be told whether the guest has answered the fork.
+func (r *Runner) takePrepared(ckpt *checkpoints.Opened, child runnerapi.Child) (_ *preparedMachine, outcome func(claimed bool)) {
+	m, outcome, ok := r.prepared.Take(ckpt.ID, child.CA, func(m *preparedMachine) bool { return m.record == ckpt.Record && m.Class == r.class })
 	if !ok {
-		return nil
+		return nil, nil
 	}
 	m.timings = nil // this time had passed before the fork was requested
-	return m
+	return m, outcome
 }

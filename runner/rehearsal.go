@@ -26,6 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/sealing"
+	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // rehearsals implements sealing.Rehearsals.
@@ -124,7 +125,7 @@ func (r rehearsals) perform(ctx context.Context, s *sandbox, ckpt *checkpoints.O
 	}
 	agent, err := s.agent(ctx)
 	if err != nil {
-		return withConsole(err, s.machine)
+		return vmm.WithConsole(err, s.machine)
 	}
 	defer agent.Close()
 	if _, err := r.reseal(ctx, agent, s.shape.diskBytes, ckpt, child); err != nil {

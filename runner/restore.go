@@ -13,6 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/journal"
+	"github.com/coppice-dev/coppice/runner/sequence"
+	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // restoration is what happens to a shell until it is a sandbox that is ready.
@@ -35,42 +37,42 @@ type restoration struct {
 func (r *Runner) restoreAndReseal(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child, prepared bool, watch *core.Stopwatch) (*core.ResealReport, error) {
 	child.Egress = r.egress.OpenedWith(child.Egress)
 	m := &restoration{r: r, s: s, ckpt: ckpt, child: child, began: time.Now()}
-	steps := []step{
-		{does: "list the sandbox", then: forkListed},
-		{does: "announce the sandbox in the journal", then: forkJournaled, do: m.announce},
+	list := []sequence.Step{
+		{Does: "list the sandbox", Then: forkListed},
+		{Does: "announce the sandbox in the journal", Then: forkJournaled, Do: m.announce},
 	}
-	assign := step{does: "give the namespace its identity", then: forkAssigned, do: m.assign}
+	assign := sequence.Step{Does: "give the namespace its identity", Then: forkAssigned, Do: m.assign}
 	if prepared {
-		steps = append(steps, step{does: "claim the prepared machine", then: prepareClaimed, do: m.claim}, assign, step{lap: "claim"})
+		list = append(list, sequence.Step{Does: "claim the prepared machine", Then: prepareClaimed, Do: m.claim}, assign, sequence.Step{Lap: "claim"})
 	} else {
-		steps = append(steps,
-			step{does: "clone the disk", lap: "disk", do: m.cloneDisk},
-			step{does: "restore memory and devices", lap: "restore", then: forkRestored, do: m.restore},
+		list = append(list,
+			sequence.Step{Does: "clone the disk", Lap: "disk", Do: m.cloneDisk},
+			sequence.Step{Does: "restore memory and devices", Lap: "restore", Then: forkRestored, Do: m.restore},
 			assign,
-			step{does: "resume the machine", lap: "resume", then: forkResumed, do: m.resume},
-			step{does: "connect to the agent", lap: "connect", then: forkConnected, do: m.connect},
+			sequence.Step{Does: "resume the machine", Lap: "resume", Then: forkResumed, Do: m.resume},
+			sequence.Step{Does: "connect to the agent", Lap: "connect", Then: forkConnected, Do: m.connect},
 		)
 	}
-	err := runSteps(ctx, watch, append(steps, []step{
-		{does: "reseal the machine", lap: "reseal", then: forkResealed, do: m.reseal},
-		{does: "let the egress process serve the sandbox", then: forkServed, do: m.serve},
-		{does: "open the network", lap: "open", then: forkOpened, do: m.open},
-		{does: "sign the report", lap: "attest", do: m.attest}, // a fork without a signature is not released
-		{does: "release the workload", lap: "release", then: forkReleased, do: m.release},
-		{does: "record that the sandbox is ready", lap: "journal", do: m.ready},
+	err := sequence.Run(ctx, watch, append(list, []sequence.Step{
+		{Does: "reseal the machine", Lap: "reseal", Then: forkResealed, Do: m.reseal},
+		{Does: "let the egress process serve the sandbox", Then: forkServed, Do: m.serve},
+		{Does: "open the network", Lap: "open", Then: forkOpened, Do: m.open},
+		{Does: "sign the report", Lap: "attest", Do: m.attest}, // a fork without a signature is not released
+		{Does: "release the workload", Lap: "release", Then: forkReleased, Do: m.release},
+		{Does: "record that the sandbox is ready", Lap: "journal", Do: m.ready},
 	}...))
-	if err != nil && m.unclaimed() {
-		err = fmt.Errorf("%w: %w", errUnclaimed, err)
+	if err != nil && m.claimFailed() {
+		err = fmt.Errorf("%w: %w", errClaimFailed, err)
 	}
 	return m.report, err
 }
 
-// errUnclaimed says that a prepared machine was of no use for a child. The child can be made of another machine.
-var errUnclaimed = errors.New("the prepared machine could not be claimed")
+// errClaimFailed says that a prepared machine was of no use for a child. The child can be made of another machine.
+var errClaimFailed = errors.New("the prepared machine could not be claimed")
 
-// unclaimed reports whether a prepared machine failed before it answered anything: it did not go on, or it ended. A guest that answered has
-// proven something or has failed to; then the child fails as any other.
-func (m *restoration) unclaimed() bool {
+// claimFailed reports whether a prepared machine failed before it answered anything: it could not be resumed, or it ended. A guest that answered
+// has proven something or has failed to; then the child fails as any other.
+func (m *restoration) claimFailed() bool {
 	if m.claimed == nil || m.report != nil {
 		return false
 	}
@@ -124,14 +126,16 @@ func (m *restoration) connect(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, m.r.cfg.GuestTimeout)
 	defer cancel()
 	if m.agent, err = m.s.agent(ctx); err != nil {
-		return withConsole(err, m.s.machine)
+		return vmm.WithConsole(err, m.s.machine)
 	}
 	return nil
 }
 
 func (m *restoration) reseal(ctx context.Context) (err error) {
 	m.asked = true
-	m.report, err = m.r.reseal(ctx, m.agent, m.s.shape.diskBytes, m.ckpt, m.child)
+	if m.report, err = m.r.reseal(ctx, m.agent, m.s.shape.diskBytes, m.ckpt, m.child); m.report != nil {
+		m.s.silent.Store(false)
+	}
 	return err
 }
 

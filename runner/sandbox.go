@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -38,8 +39,8 @@ type sandbox struct {
 
 	reseal  *core.ResealReport // of its making; guarded by work
 	refused refusals           // guarded by work
-	// unclaimed says that the child is made of another machine, because this one was prepared and has failed; guarded by work.
-	unclaimed bool
+	// next is what the child was made of, because this machine was prepared and could not be claimed; nil: nothing. It is set before gone is closed.
+	next *sandbox
 	// attestation is this runner's signed report of the reseal; nil if no controller had certified the runner. It is set once, before the
 	// sandbox is ready.
 	attestation []byte
@@ -50,6 +51,9 @@ type sandbox struct {
 
 	waits lazy.Waits         // for images that the pager serves
 	ports *portforward.Ports // never nil
+
+	destroyed atomic.Bool // Destroy was called: the child must not be made of another machine
+	silent    atomic.Bool // its machine was prepared, and the guest has not answered its fork: what it has used is not the workspace's
 
 	egress *egresslink.Sandbox // its rules, and what the egress process has of them; never nil
 
@@ -114,6 +118,13 @@ func (s *sandbox) end(ctx context.Context, why string) error {
 	}
 	s.mu.Unlock()
 	return s.machine.Kill(ctx)
+}
+
+// doomed reports whether the sandbox is to be ended, or has been.
+func (s *sandbox) doomed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.destroyed.Load() || s.why != ""
 }
 
 func (s *sandbox) setState(state runnerapi.SandboxState) {
@@ -229,14 +240,19 @@ func (r *Runner) Console(id core.SandboxID) (string, error) {
 }
 
 // Usages returns what sandboxes have used since their start: the living ones, and ended ones that were not acknowledged.
-func (r *Runner) Usages() []runnerapi.Usage {
+func (r *Runner) Usages() []runnerapi.Usage { return r.usages.List(r.charged()) }
+
+// charged are the machines whose use is a workspace's.
+func (r *Runner) charged() map[core.SandboxID]vmm.Handle {
 	r.mu.Lock()
-	living := make(map[core.SandboxID]vmm.Handle, len(r.sandboxes))
+	defer r.mu.Unlock()
+	out := make(map[core.SandboxID]vmm.Handle, len(r.sandboxes))
 	for id, s := range r.sandboxes {
-		living[id] = s.machine.Handle()
+		if !s.silent.Load() {
+			out[id] = s.machine.Handle()
+		}
 	}
-	r.mu.Unlock()
-	return r.usages.List(living)
+	return out
 }
 
 // ForgetUsages drops the usage of sandboxes that was acknowledged.
@@ -254,8 +270,8 @@ func (r *Runner) Forget(ids ...core.SandboxID) {
 // Destroy ends a sandbox and takes everything of it down. It is no error if there is no such sandbox.
 func (r *Runner) Destroy(ctx context.Context, id core.SandboxID) error {
 	r.Forget(id)
-	s, err := r.find(id)
-	if core.CategoryOf(err) == core.NotFound {
+	s := r.doom(id)
+	if s == nil {
 		return nil
 	}
 	if err := s.lock(ctx); err != nil {
@@ -265,6 +281,17 @@ func (r *Runner) Destroy(ctx context.Context, id core.SandboxID) error {
 	return r.destroyLocked(context.WithoutCancel(ctx), s)
 }
 
+// doom finds a sandbox that will be destroyed, or nil. A fork that waits for another machine for it must not register that.
+func (r *Runner) doom(id core.SandboxID) *sandbox {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := r.sandboxes[id]
+	if s != nil {
+		s.destroyed.Store(true)
+	}
+	return s
+}
+
 // destroyLocked takes a sandbox down. The caller holds s.work. A second call does nothing.
 func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	select {
@@ -272,25 +299,33 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 		return nil
 	default:
 	}
-	r.usages.End(s.info.ID, s.machine.Handle())
-	return r.takeDownLocked(ctx, s)
+	if !s.silent.Load() {
+		r.usages.End(s.info.ID, s.machine.Handle())
+	}
+	if err := r.endMachine(ctx, s); err != nil {
+		return err
+	}
+	r.forget(s)
+	return nil
 }
 
-// takeDownLocked is destroyLocked for a sandbox that was not destroyed before.
-func (r *Runner) takeDownLocked(ctx context.Context, s *sandbox) error {
+// endMachine takes down everything of a sandbox but its entry. The caller holds s.work.
+func (r *Runner) endMachine(ctx context.Context, s *sandbox) error {
 	s.ports.CloseAll()
 	s.egress.End(ctx)
 	_ = s.hangUp() // the guest is about to end anyway
-	err := r.dismantle(ctx, s.shell)
-	if err != nil {
-		return err
-	}
+	return r.dismantle(ctx, s.shell)
+}
+
+// forget removes the entry of a sandbox that was taken down, unless another one has it already.
+func (r *Runner) forget(s *sandbox) {
 	r.mu.Lock()
-	delete(r.sandboxes, s.info.ID)
+	if r.sandboxes[s.info.ID] == s {
+		delete(r.sandboxes, s.info.ID)
+	}
 	r.mu.Unlock()
 	close(s.gone)
 	r.wake() // so that the controller learns how much is free
-	return nil
 }
 
 // watch waits for the end of a sandbox's VMM. If the VMM ends by itself, the sandbox is taken down, and remembered as dead until this was

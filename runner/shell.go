@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/sandboxnet"
+	"github.com/coppice-dev/coppice/runner/sequence"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -92,15 +93,15 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 	defer func() { err = done.Settle(ctx, err) }()
 	done.Push("slot", func(context.Context) error { r.slots.Give(slot); return nil })
 	done.Push("directories", func(context.Context) error { return r.directories.Remove(s.runDir, s.dir) })
-	if err := runSteps(ctx, watch, []step{
-		{does: "make the directories", then: shellJournaled, do: s.makeDirs},
-		{does: "retain the base", do: func(context.Context) error { return s.retainBase(r, base, &done) }},
-		{does: "acquire a namespace", then: shellNamespace, do: func(ctx context.Context) error { return s.acquire(ctx, r.cfg.Network, &done) }},
-		{does: "note the namespace", lap: "net", do: func(context.Context) error { return s.writeJournal(nil) }},
-		{does: "make the disk", lap: "disk", do: func(context.Context) error { return s.makeOverlay(b, &done) }},
-		{does: "make the control group", then: shellCgroup, do: func(context.Context) error { return s.makeGroup(r.cfg, &done) }},
-		{does: "start the VMM", then: shellSpawned, do: func(ctx context.Context) error { return s.start(ctx, r, b, &done) }},
-		{does: "complete the journal", lap: "vmm", then: shellMade, do: s.noteHandle},
+	if err := sequence.Run(ctx, watch, []sequence.Step{
+		{Does: "make the directories", Then: shellJournaled, Do: s.makeDirs},
+		{Does: "retain the base", Do: func(context.Context) error { return s.retainBase(r, base, &done) }},
+		{Does: "acquire a namespace", Then: shellNamespace, Do: func(ctx context.Context) error { return s.acquire(ctx, r.cfg.Network, &done) }},
+		{Does: "note the namespace", Lap: "net", Do: func(context.Context) error { return s.writeJournal(nil) }},
+		{Does: "make the disk", Lap: "disk", Do: func(context.Context) error { return s.makeOverlay(b, &done) }},
+		{Does: "make the control group", Then: shellCgroup, Do: func(context.Context) error { return s.makeGroup(r.cfg, &done) }},
+		{Does: "start the VMM", Then: shellSpawned, Do: func(ctx context.Context) error { return s.start(ctx, r, b, &done) }},
+		{Does: "complete the journal", Lap: "vmm", Then: shellMade, Do: s.noteHandle},
 	}); err != nil {
 		return nil, fmt.Errorf("make shell %s: %w", id, err)
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
+	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // Template makes the template checkpoint of an image and shape. It boots the image once and captures it when its agent is ready. The
@@ -141,7 +142,7 @@ func (r *Runner) bootShell(ctx context.Context, sh *shell) (*guest.Client, error
 	}()
 	agent, err := guest.Dial(ctx, sh.machine.DialAgent)
 	if err != nil {
-		return nil, errors.Join(withConsole(err, sh.machine), context.Cause(ctx))
+		return nil, errors.Join(vmm.WithConsole(err, sh.machine), context.Cause(ctx))
 	}
 	return agent, nil
 }

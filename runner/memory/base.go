@@ -402,6 +402,19 @@ func newMemfd(name string, size int64) (*os.File, error) {
 	return f, nil
 }
 
+// FileOf returns a memfd with the bytes, at its beginning.
+func FileOf(name string, b []byte) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make a memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	if _, err := f.WriteAt(b, 0); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
 const allSeals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 
 // freeze makes a memfd immutable for everybody who has it open, for ever.

@@ -19,6 +19,9 @@ import (
 // maxAge bounds how long a machine waits, and so how old what it knows of the host can be.
 const maxAge = time.Minute
 
+// giveWayIn bounds how long a fork waits until a machine has given way to it.
+const giveWayIn = 30 * time.Second
+
 // interval is how often the pool looks for machines that are too old, and whether the host is idle.
 const interval = time.Second
 
@@ -32,7 +35,7 @@ type Config[Machine any] struct {
 	Used     func(m Machine) float64 // seconds of processor time
 	Memory   func(m Machine) int64   // bytes that it does not share with other machines
 	Dead     func(m Machine) bool    // it has ended by itself, or does not answer any more
-	Bound    func(m Machine) bool    // it serves only forks that come with what it was made with
+	Bound    func(m Machine) bool    // it serves only forks with the authority that it was made with
 	Busy     func() bool             // forks are under way, or no machine may be made
 	Room     func() (Room, error)    // what the host has left
 	Now      func() time.Time
@@ -54,6 +57,9 @@ type Pool[Machine any] struct {
 	making   *making          // nil: none is being made
 	ending   int              // machines that are being taken down
 	ended    chan struct{}    // closed, and replaced, when one of them is gone
+	refused  map[kind]bool    // the host had too little for them in this round
+
+	patience time.Duration // of MakeRoom
 }
 
 type entry[Machine any] struct {
@@ -62,10 +68,10 @@ type entry[Machine any] struct {
 	made    time.Time
 }
 
-// kind says which machines can take each other's place: those of one checkpoint that were made with the same thing.
+// kind says which machines can take each other's place: those of one checkpoint that were made with the same authority.
 type kind struct {
 	checkpoint core.CheckpointID
-	with       string
+	authority  string
 }
 
 // making is a machine that is being made.
@@ -77,14 +83,17 @@ type making struct {
 
 // New returns a pool without machines.
 func New[Machine any](cfg Config[Machine]) *Pool[Machine] {
-	return &Pool[Machine]{cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics(), ended: make(chan struct{})}
+	return &Pool[Machine]{
+		cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics(), ended: make(chan struct{}), refused: map[kind]bool{}, patience: giveWayIn,
+	}
 }
 
-// Take takes a machine of a checkpoint out of the pool, for a fork that comes with something: no other caller gets it. One that has ended or is
-// not current is taken down, and counts as lost. Machines for forks that come with something else stay. ok is false if there is none.
-func (p *Pool[Machine]) Take(id core.CheckpointID, with string, current func(m Machine) bool) (m Machine, ok bool) {
+// Take takes a machine of a checkpoint out of the pool, for a fork with an authority: no other caller gets it. One that has ended or is not
+// current is taken down, and counts as lost. Machines for forks with another authority stay. ok is false if there is none. The caller says with
+// outcome whether the machine has served the fork.
+func (p *Pool[Machine]) Take(id core.CheckpointID, authority string, current func(m Machine) bool) (m Machine, outcome func(claimed bool), ok bool) {
 	if p.cfg.Max == 0 {
-		return m, false
+		return m, nil, false
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -93,32 +102,45 @@ func (p *Pool[Machine]) Take(id core.CheckpointID, with string, current func(m M
 			continue
 		}
 		usable := !p.cfg.Dead(e.machine) && current(e.machine)
-		if usable && e.kind.with != with && p.cfg.Bound(e.machine) {
+		if usable && e.kind.authority != authority && p.cfg.Bound(e.machine) {
 			continue
 		}
 		p.ready = slices.Delete(p.ready, i, i+1)
 		if usable {
-			p.forecast.Taken(id, e.kind.with)
-			p.metrics.hits.Inc()
-			p.metrics.cpu.WithLabelValues("taken").Add(p.cfg.Used(e.machine))
-			return e.machine, true
+			used := p.cfg.Used(e.machine)
+			return e.machine, func(claimed bool) { p.served(e.kind, used, claimed) }, true
 		}
 		p.useless = append(p.useless, e)
-		p.forecast.Lost(id, e.kind.with, 1, p.cfg.Now())
+		p.forecast.Lost(id, e.kind.authority, 1, p.cfg.Now())
 		p.look()
 	}
 	p.metrics.misses.Inc()
-	return m, false
+	return m, nil, false
+}
+
+// served notes whether a machine that was taken has served the fork. One that has not is lost: if it always happens, machines are no longer made.
+func (p *Pool[Machine]) served(k kind, used float64, claimed bool) {
+	p.note(func(f *forecast.Forecast) {
+		if claimed {
+			f.Taken(k.checkpoint, k.authority)
+			p.metrics.hits.Inc()
+			p.metrics.cpu.WithLabelValues("taken").Add(used)
+			return
+		}
+		f.Lost(k.checkpoint, k.authority, 1, p.cfg.Now())
+		p.metrics.failed.Inc()
+		p.metrics.cpu.WithLabelValues("wasted").Add(used)
+	})
 }
 
 // Captured notes the capture of a checkpoint, see forecast.Forecast.
-func (p *Pool[Machine]) Captured(id, parent core.CheckpointID, with string) {
-	p.note(func(f *forecast.Forecast) { f.Captured(id, parent, with, p.cfg.Now()) })
+func (p *Pool[Machine]) Captured(id, parent core.CheckpointID, authority string) {
+	p.note(func(f *forecast.Forecast) { f.Captured(id, parent, authority, p.cfg.Now()) })
 }
 
 // Forked notes a fork into children, after its end.
-func (p *Pool[Machine]) Forked(id core.CheckpointID, children int, with string) {
-	p.note(func(f *forecast.Forecast) { f.Forked(id, children, with, p.cfg.Now()) })
+func (p *Pool[Machine]) Forked(id core.CheckpointID, children int, authority string) {
+	p.note(func(f *forecast.Forecast) { f.Forked(id, children, authority, p.cfg.Now()) })
 }
 
 // Removed notes that a checkpoint is gone, and gives its machines up. It does not wait until they are taken down.
@@ -192,6 +214,9 @@ func (p *Pool[Machine]) Run(ctx context.Context) {
 		p.retire()
 		p.clear(ctx)
 		p.shrink(ctx)
+		p.mu.Lock()
+		clear(p.refused)
+		p.mu.Unlock()
 		for p.fill(ctx) {
 		}
 	}
@@ -207,7 +232,7 @@ func (p *Pool[Machine]) retire() {
 		old[e.kind]++
 	}
 	for k, n := range old {
-		p.forecast.Lost(k.checkpoint, k.with, n, now)
+		p.forecast.Lost(k.checkpoint, k.authority, n, now)
 	}
 }
 
@@ -287,7 +312,7 @@ func (p *Pool[Machine]) fill(ctx context.Context) bool {
 		return false
 	}
 	if len(p.ready) >= p.cfg.Max || !room.another() {
-		if surplus == nil || room.short() {
+		if surplus == nil || room.short() || !room.Holds(0) { // the end of one machine frees a slot for certain, but too little memory or disk
 			p.mu.Unlock()
 			return false
 		}
@@ -309,7 +334,7 @@ func (p *Pool[Machine]) fill(ctx context.Context) bool {
 	return p.add(ctx, m, *next)
 }
 
-func kindOf(w forecast.Want) kind { return kind{w.Checkpoint, w.With} }
+func kindOf(w forecast.Want) kind { return kind{w.Checkpoint, w.Authority} }
 
 // missing says for what a machine should be prepared, and a kind of which there are more than are wanted. The caller holds mu.
 func (p *Pool[Machine]) missing() (next *forecast.Want, surplus *kind) {
@@ -318,7 +343,7 @@ func (p *Pool[Machine]) missing() (next *forecast.Want, surplus *kind) {
 		have[e.kind]++
 	}
 	for _, w := range p.forecast.Wants(p.cfg.Max, p.cfg.Now()) {
-		if have[kindOf(w)] -= w.Count; have[kindOf(w)] < 0 && next == nil {
+		if have[kindOf(w)] -= w.Count; have[kindOf(w)] < 0 && next == nil && !p.refused[kindOf(w)] {
 			next = &w
 		}
 	}
@@ -336,16 +361,15 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 	p.making = nil
 	e := entry[Machine]{kind: m.kind, machine: machine, made: p.cfg.Now()}
 	unwanted := err != nil || p.closed || ctx.Err() != nil
+	refused := err != nil && ctx.Err() == nil && core.CategoryOf(err) == core.Exhausted
 	switch {
+	case err != nil && ctx.Err() != nil: // it gave way
+		p.metrics.wasted.Inc()
+	case refused: // the host may have more left in the next round
+		p.refused[m.kind] = true
 	case err != nil:
-		if !p.paused {
-			p.forecast.Failed(want.Checkpoint, want.With)
-		}
-		if ctx.Err() != nil { // it gave way
-			p.metrics.wasted.Inc()
-		} else {
-			p.metrics.failed.Inc()
-		}
+		p.forecast.Failed(want.Checkpoint, want.Authority)
+		p.metrics.failed.Inc()
 	case unwanted:
 		p.ending++
 	default:
@@ -353,27 +377,39 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 	}
 	p.mu.Unlock()
 	switch {
-	case err != nil && ctx.Err() == nil && core.CategoryOf(err) != core.Exhausted:
+	case err != nil && ctx.Err() == nil && !refused:
 		p.cfg.Log.WarnContext(ctx, "machine was not prepared", "checkpoint_id", want.Checkpoint, "err", err)
 	case err == nil && unwanted:
 		p.takeDown(ctx, e)
 	}
-	return !unwanted
+	return !unwanted || refused
 }
 
 // MakeRoom takes down the oldest machine, or the one that is being made, for a fork that needs its place. If the last one is being taken down, it
-// waits for that. It reports whether there was one. Its place may be free now, or another fork has it.
+// waits for that. It reports whether there was one that is gone. Its place may be free now, or another fork has it. It does not wait for long.
 func (p *Pool[Machine]) MakeRoom(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, p.patience)
+	defer cancel()
+	return p.makeRoom(ctx)
+}
+
+// makeRoom is MakeRoom that waits until ctx ends.
+func (p *Pool[Machine]) makeRoom(ctx context.Context) bool {
 	p.mu.Lock()
-	for _, list := range []*[]entry[Machine]{&p.useless, &p.ready} {
-		if e, ok := p.pop(list); ok {
-			p.mu.Unlock()
-			p.takeDown(ctx, e)
-			return true
-		}
-	}
 	var gone <-chan struct{}
+	list := &p.useless
+	if len(*list) == 0 {
+		list = &p.ready
+	}
+	e, ok := p.pop(list)
 	switch {
+	case ok:
+		down := make(chan struct{})
+		gone = down
+		go func() {
+			defer close(down)
+			p.takeDown(ctx, e)
+		}()
 	case p.making != nil:
 		p.making.cancel()
 		gone = p.making.done
@@ -394,7 +430,7 @@ func (p *Pool[Machine]) MakeRoom(ctx context.Context) bool {
 
 // Purge takes down all machines, and the one that is being made.
 func (p *Pool[Machine]) Purge(ctx context.Context) {
-	for p.MakeRoom(ctx) {
+	for p.makeRoom(ctx) {
 	}
 }
 

@@ -38,6 +38,30 @@ type owner struct {
 	keep  chan struct{} // TakeDown waits for it; nil: it does not
 	room  Room
 	any   bool // machines serve every fork
+
+	refuses core.CheckpointID // the host has too little for its machines
+	used    float64           // by each machine
+	rounds  int               // looks at the host
+}
+
+// awaitRound waits until the pool has looked at the host once more, and has done what it would do then.
+func (o *owner) awaitRound(t *testing.T) {
+	t.Helper()
+	o.mu.Lock()
+	n := o.rounds
+	o.mu.Unlock()
+	o.look()
+	eventually.True(t, "another round", func() bool {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		return o.rounds >= n+3 // each round looks twice
+	})
+}
+
+func (o *owner) isMaking() bool {
+	o.Pool.mu.Lock()
+	defer o.Pool.mu.Unlock()
+	return o.making != nil
 }
 
 func newOwner(t *testing.T, most int) *owner {
@@ -50,9 +74,16 @@ func newOwner(t *testing.T, most int) *owner {
 	}
 	o.Pool = New(Config[*machine]{
 		Max: most, Log: slog.New(slog.NewTextHandler(t.Output(), nil)),
-		Make: func(ctx context.Context, _ forecast.Want) (m *machine, err error) {
+		Make: func(ctx context.Context, want forecast.Want) (m *machine, err error) {
 			var hold chan struct{}
-			locked(func() { hold = o.hold })
+			locked(func() {
+				if hold = o.hold; o.refuses == want.Checkpoint {
+					err = core.Errorf(core.Exhausted, core.CodeCapacity, "a test")
+				}
+			})
+			if err != nil {
+				return nil, err
+			}
 			if hold != nil {
 				select {
 				case <-hold:
@@ -78,12 +109,12 @@ func newOwner(t *testing.T, most int) *owner {
 			locked(func() { delete(o.alive, m) })
 			return nil
 		},
-		Used:   func(*machine) float64 { return 0 },
+		Used:   func(*machine) (used float64) { locked(func() { used = o.used }); return used },
 		Memory: func(*machine) int64 { return 1 << 20 },
 		Dead:   func(m *machine) (dead bool) { locked(func() { dead = o.dead[m] }); return dead },
 		Bound:  func(*machine) (bound bool) { locked(func() { bound = !o.any }); return bound },
 		Busy:   func() (busy bool) { locked(func() { busy = o.busy }); return busy },
-		Room:   func() (room Room, err error) { locked(func() { room = o.room }); return room, nil },
+		Room:   func() (room Room, err error) { locked(func() { room = o.room; o.rounds++ }); return room, nil },
 		Now:    func() (now time.Time) { locked(func() { now = o.now }); return now },
 	})
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -135,7 +166,7 @@ func TestOneTakerEach(t *testing.T) {
 	for range 500 {
 		wg.Go(func() {
 			<-begin
-			if m, ok := o.Take("c", "", any1); ok {
+			if m, _, ok := o.Take("c", "", any1); ok {
 				mu.Lock()
 				taken[m]++
 				mu.Unlock()
@@ -162,7 +193,7 @@ func TestUselessMachines(t *testing.T) {
 	o.Forked("c", 2, "")
 	o.await(t, "c", 2)
 	o.set(func() { o.busy = true })
-	if m, ok := o.Take("c", "", func(*machine) bool { return false }); ok {
+	if m, _, ok := o.Take("c", "", func(*machine) bool { return false }); ok {
 		t.Errorf("took %v, which does not fit", m)
 	}
 	eventually.True(t, "they are gone", func() bool { return o.living() == 0 })
@@ -176,7 +207,7 @@ func TestUselessMachines(t *testing.T) {
 			o.dead[m] = true
 		}
 	})
-	if m, ok := o.Take("ended", "", any1); ok {
+	if m, _, ok := o.Take("ended", "", any1); ok {
 		t.Errorf("took %v, which has ended", m)
 	}
 	eventually.True(t, "they are gone", func() bool { return o.living() == 0 })
@@ -194,7 +225,7 @@ func TestUselessMachines(t *testing.T) {
 		t.Errorf("%d machines were made again", o.made-made-1)
 	}
 	o.Removed("d")
-	if m, ok := o.Take("d", "", any1); ok {
+	if m, _, ok := o.Take("d", "", any1); ok {
 		t.Errorf("took %v of a checkpoint that is gone", m)
 	}
 	eventually.True(t, "it is gone", func() bool { return o.living() == 0 })
@@ -240,7 +271,7 @@ func TestMakeRoom(t *testing.T) {
 	}
 }
 
-// TestAuthorities: forks of one checkpoint that come with different things have machines of their own, and leave those of the others alone.
+// TestAuthorities: forks of one checkpoint with different authorities have machines of their own, and leave those of the others alone.
 func TestAuthorities(t *testing.T) {
 	t.Parallel()
 	o := newOwner(t, 4)
@@ -253,23 +284,23 @@ func TestAuthorities(t *testing.T) {
 		t.Errorf("two machines have %v bytes", n)
 	}
 	o.set(func() { o.busy = true })
-	if m, ok := o.Take("c", "three", any1); ok {
-		t.Errorf("took %v, which was made with something else", m)
+	if m, _, ok := o.Take("c", "three", any1); ok {
+		t.Errorf("took %v, which was made with another authority", m)
 	}
-	first, ok := o.Take("c", "one", any1)
+	first, _, ok := o.Take("c", "one", any1)
 	if !ok || o.Ready("c") != 1 {
 		t.Errorf("took %v, %v; %d are left", first, ok, o.Ready("c"))
 	}
-	if m, ok := o.Take("c", "one", any1); ok {
-		t.Errorf("took %v, which was made with something else", m)
+	if m, _, ok := o.Take("c", "one", any1); ok {
+		t.Errorf("took %v, which was made with another authority", m)
 	}
-	if m, ok := o.Take("c", "two", any1); !ok || m == first {
+	if m, _, ok := o.Take("c", "two", any1); !ok || m == first {
 		t.Errorf("took %v, %v", m, ok)
 	}
 	o.set(func() { o.busy, o.any = false, true })
 	o.Forked("d", 1, "one")
 	eventually.True(t, "a machine is ready", func() bool { return o.Ready("d") == 1 })
-	if _, ok := o.Take("d", "two", any1); !ok {
+	if _, _, ok := o.Take("d", "two", any1); !ok {
 		t.Error("a machine that serves every fork was not taken")
 	}
 }
@@ -382,6 +413,112 @@ func TestRoom(t *testing.T) {
 	}
 }
 
+// TestLittleMemory: where memory is short, no machine gives way to another one that could not be made either. What the host has too little for is
+// tried again, and others are made meanwhile.
+func TestLittleMemory(t *testing.T) {
+	t.Parallel()
+	o := newOwner(t, 1)
+	o.Forked("old", 1, "")
+	o.await(t, "old", 1)
+	o.set(func() {
+		o.room = Room{Memory: makeMemory - 1, Disk: 1, FreeSlots: 64, Slots: 64}
+		o.now = o.now.Add(time.Second)
+	})
+	o.Forked("new", 1, "")
+	for range 3 { // rounds
+		o.awaitRound(t)
+	}
+	if o.Ready("old") != 1 || o.living() != 1 {
+		t.Error("a machine gave way to one for which there was too little memory")
+	}
+	o.set(func() { o.room.Memory = makeMemory; o.refuses = "new" })
+	o.await(t, "old", 0) // there is room, as far as the pool knows
+	for range 3 {
+		o.awaitRound(t)
+	}
+	if o.Ready("new") != 0 {
+		t.Error("a machine is ready that the host had too little for")
+	}
+	o.set(func() { o.refuses = "" })
+	o.await(t, "new", 1)
+}
+
+// TestGivesWayToFork: a machine that gave way to a fork while it was being made is made afterwards.
+func TestGivesWayToFork(t *testing.T) {
+	t.Parallel()
+	o := newOwner(t, 1)
+	o.set(func() { o.hold = make(chan struct{}) })
+	o.Forked("c", 1, "")
+	eventually.True(t, "a machine is being made", o.isMaking)
+	if !o.MakeRoom(t.Context()) {
+		t.Error("it did not give way")
+	}
+	o.set(func() { o.hold = nil })
+	o.await(t, "c", 1)
+}
+
+// TestOutcome: a machine counts as taken when it has served its fork. One that was taken in vain is lost.
+func TestOutcome(t *testing.T) {
+	t.Parallel()
+	o := newOwner(t, 2)
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(o.Collectors()...)
+	want := func(taken, failed float64) {
+		t.Helper()
+		got := testmetrics.Of(t, registry)
+		if got["coppice_runner_prepared_total taken"] != taken || got["coppice_runner_prepared_total failed"] != failed {
+			t.Errorf("%v", got)
+		}
+		if got["coppice_runner_prepared_cpu_seconds_total taken"] != taken || got["coppice_runner_prepared_cpu_seconds_total wasted"] != failed {
+			t.Errorf("%v", got)
+		}
+	}
+	o.set(func() { o.used = 1 })
+	o.Forked("c", 1, "")
+	o.await(t, "c", 1)
+	o.set(func() { o.busy = true })
+	_, outcome, ok := o.Take("c", "", any1)
+	if !ok {
+		t.Fatal("no machine")
+	}
+	want(0, 0)
+	outcome(true)
+	want(1, 0)
+	o.set(func() { o.busy = false })
+	o.Removed("c")
+	for i := range 8 { // lost in vain again and again
+		o.Forked("d", 1, "")
+		if len(o.forecastWants()) == 0 {
+			break
+		}
+		if i == 7 {
+			t.Error("machines are still made, although none serves a fork")
+		}
+		eventually.True(t, "it is ready", func() bool { return o.Ready("d") > 0 })
+		_, outcome, _ := o.Take("d", "", any1)
+		outcome(false)
+		want(1, float64(i+1))
+	}
+}
+
+// TestHungTakedown: a fork does not wait for ever for a machine that cannot be taken down.
+func TestHungTakedown(t *testing.T) {
+	t.Parallel()
+	o := newOwner(t, 1)
+	o.Forked("c", 1, "")
+	o.await(t, "c", 1)
+	keep := make(chan struct{})
+	o.set(func() { o.keep, o.busy = keep, true })
+	o.patience = time.Millisecond
+	for range 2 { // it takes it down, then it finds that it is being taken down
+		if o.MakeRoom(context.WithoutCancel(t.Context())) {
+			t.Error("there is room before the machine is gone")
+		}
+	}
+	close(keep)
+	eventually.True(t, "it is gone", func() bool { return o.living() == 0 })
+}
+
 // TestFailures: after a failure nothing is tried before the next fork. A closed pool makes and keeps nothing.
 func TestFailures(t *testing.T) {
 	t.Parallel()
@@ -400,7 +537,7 @@ func TestFailures(t *testing.T) {
 		t.Errorf("%d machines after the end (%v)", o.living(), err)
 	}
 	o.Forked("c", 1, "")
-	if m, ok := o.Take("c", "", any1); ok {
+	if m, _, ok := o.Take("c", "", any1); ok {
 		t.Errorf("took %v of a closed pool", m)
 	}
 }
@@ -416,7 +553,7 @@ func TestOff(t *testing.T) {
 	t.Parallel()
 	o := newOwner(t, 0)
 	o.Forked("c", 1, "")
-	if _, ok := o.Take("c", "", any1); ok || len(o.forecastWants()) != 0 {
+	if _, _, ok := o.Take("c", "", any1); ok || len(o.forecastWants()) != 0 {
 		t.Error("something is expected")
 	}
 }

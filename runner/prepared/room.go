@@ -20,11 +20,11 @@ func (r Room) leave() int { return max(1, r.Slots/slotShare) }
 
 // another reports whether there is room for one more machine.
 func (r Room) another() bool {
-	return r.Memory >= makeMemory && r.Disk > 0 && r.FreeSlots > r.leave()
+	return r.Holds(0) && r.FreeSlots > r.leave()
 }
 
-// Holds reports whether a machine can be made that needs more memory than usual.
-func (r Room) Holds(bytes int64) bool { return r.Memory >= makeMemory+bytes }
+// Holds reports whether there are memory and disk for a machine that needs more memory than usual.
+func (r Room) Holds(bytes int64) bool { return r.Memory >= makeMemory+bytes && r.Disk > 0 }
 
 // short reports whether machines must end.
 func (r Room) short() bool {

@@ -3,11 +3,11 @@
 // reads nothing and starts nothing.
 //
 // Captures and forks of one tree are alike: a search captures many checkpoints, forks some of them, and does so again and again with about as
-// many children. So shares and numbers are kept for each tree, and apart for the first fork of a checkpoint and for further ones. If machines are
+// many children. So shares and numbers are kept for each tree, separately for the first fork of a checkpoint and for later ones. If machines are
 // prepared in vain for one of these, there is a pause, each time for twice as long, and likewise for the host as a whole.
 //
-// A machine is prepared for forks that come with the same thing, such as the authority of a project. Forks of one checkpoint that come with
-// different things are as different as forks of different checkpoints: what one project does says nothing about another one.
+// A machine is prepared for forks with the same authority, which is that of a project. Forks of one checkpoint with different authorities are as
+// different as forks of different checkpoints: what one project does says nothing about another one.
 package forecast
 
 import (
@@ -23,9 +23,9 @@ import (
 
 const (
 	// maxTrees and maxNodes bound what is remembered. Beyond them, what was used longest ago is forgotten.
-	maxTrees = 256
-	maxNodes = 1024
-	maxWith  = 16 << 10 // bytes that forks come with; forks with more are not learned from
+	maxTrees     = 256
+	maxNodes     = 1024
+	maxAuthority = 16 << 10 // bytes of an authority; forks with more are not learned from
 
 	horizon  = time.Minute // a checkpoint that was not used for so long is not expected to be forked
 	minShare = 0.25        // of the checkpoints like it that must have been forked for a machine to be prepared
@@ -43,16 +43,16 @@ const (
 type Want struct {
 	Checkpoint core.CheckpointID
 	Count      int
-	With       string // what the forks come with
+	Authority  string // the certificate of the forks, as PEM; empty: they have none
 }
 
-// key says which forks are alike: those of one checkpoint that come with the same thing.
+// key says which forks are alike: those of one checkpoint with the same authority.
 type key struct {
-	id   core.CheckpointID
-	with unique.Handle[string]
+	id        core.CheckpointID
+	authority unique.Handle[string]
 }
 
-func keyOf(id core.CheckpointID, with string) key { return key{id, unique.Make(with)} }
+func keyOf(id core.CheckpointID, authority string) key { return key{id, unique.Make(authority)} }
 
 // Forecast is what is known of a host. It is not safe for concurrent use.
 type Forecast struct {
@@ -136,16 +136,16 @@ func New() *Forecast {
 
 // Captured notes the capture of a checkpoint. parent is the checkpoint that it descends from; empty if it is the first one of its tree, such as
 // a child of a template.
-func (f *Forecast) Captured(id, parent core.CheckpointID, with string, at time.Time) {
-	if len(with) > maxWith {
+func (f *Forecast) Captured(id, parent core.CheckpointID, authority string, at time.Time) {
+	if len(authority) > maxAuthority {
 		return
 	}
-	k := keyOf(id, with)
+	k := keyOf(id, authority)
 	if n := f.nodes[k]; n != nil && n.own {
 		return // the request was repeated
 	}
 	root := k
-	if n := f.nodes[key{parent, k.with}]; n != nil && n.own {
+	if n := f.nodes[key{parent, k.authority}]; n != nil && n.own {
 		root = n.tree
 	} else if parent != "" {
 		root.id = parent // it was captured before this host began to learn
@@ -155,11 +155,11 @@ func (f *Forecast) Captured(id, parent core.CheckpointID, with string, at time.T
 }
 
 // Forked notes a fork of a checkpoint into children.
-func (f *Forecast) Forked(id core.CheckpointID, children int, with string, at time.Time) {
-	if len(with) > maxWith {
+func (f *Forecast) Forked(id core.CheckpointID, children int, authority string, at time.Time) {
+	if len(authority) > maxAuthority {
 		return
 	}
-	k := keyOf(id, with)
+	k := keyOf(id, authority)
 	n := f.nodes[k]
 	if n == nil {
 		n = f.add(k, &node{tree: k}, at)
@@ -180,18 +180,18 @@ func (f *Forecast) Forked(id core.CheckpointID, children int, with string, at ti
 	n.last, n.failed = at, false
 }
 
-// Taken notes that a fork has taken a machine that was prepared for forks that come with something.
-func (f *Forecast) Taken(id core.CheckpointID, with string) {
+// Taken notes that a fork has taken a machine that was prepared for forks with an authority.
+func (f *Forecast) Taken(id core.CheckpointID, authority string) {
 	f.trust.hit()
-	if n := f.nodes[keyOf(id, with)]; n != nil {
+	if n := f.nodes[keyOf(id, authority)]; n != nil {
 		f.trees[n.tree].next(n).hit()
 	}
 }
 
 // Lost notes that prepared machines of a checkpoint were not taken in their time.
-func (f *Forecast) Lost(id core.CheckpointID, with string, machines int, at time.Time) {
+func (f *Forecast) Lost(id core.CheckpointID, authority string, machines int, at time.Time) {
 	f.trust.lost(machines, hostPatience, at)
-	if n := f.nodes[keyOf(id, with)]; n != nil {
+	if n := f.nodes[keyOf(id, authority)]; n != nil {
 		n.failed = true
 		f.trees[n.tree].next(n).lost(machines, habitPatience, at)
 	}
@@ -201,8 +201,8 @@ func (f *Forecast) Lost(id core.CheckpointID, with string, machines int, at time
 func (f *Forecast) Replaced(at time.Time) { f.trust.lost(1, hostPatience, at) }
 
 // Failed notes that no machine can be prepared for a checkpoint. Nobody tries again before its next fork.
-func (f *Forecast) Failed(id core.CheckpointID, with string) {
-	if n := f.nodes[keyOf(id, with)]; n != nil {
+func (f *Forecast) Failed(id core.CheckpointID, authority string) {
+	if n := f.nodes[keyOf(id, authority)]; n != nil {
 		n.failed = true
 	}
 }
@@ -231,10 +231,10 @@ func (f *Forecast) Wants(limit int, now time.Time) []Want {
 			continue
 		}
 		count := max(1, int(math.Round(t.children)))
-		list = append(list, candidate{Want{Checkpoint: k.id, Count: count, With: k.with.Value()}, chance, n.last})
+		list = append(list, candidate{Want{Checkpoint: k.id, Count: count, Authority: k.authority.Value()}, chance, n.last})
 	}
 	slices.SortFunc(list, func(a, b candidate) int {
-		return cmp.Or(cmp.Compare(b.share, a.share), b.last.Compare(a.last), cmp.Compare(a.Checkpoint, b.Checkpoint), cmp.Compare(a.With, b.With))
+		return cmp.Or(cmp.Compare(b.share, a.share), b.last.Compare(a.last), cmp.Compare(a.Checkpoint, b.Checkpoint), cmp.Compare(a.Authority, b.Authority))
 	})
 	var out []Want
 	for _, c := range list {

@@ -100,7 +100,7 @@ func TestPauses(t *testing.T) {
 	wants(t, f, 4, now, Want{"a", 1, ""})
 }
 
-// TestTwoAuthorities: forks of one checkpoint that come with different things are learned apart. What is lost for one does not hold up the other.
+// TestTwoAuthorities: forks of one checkpoint with different authorities are learned apart. What is lost for one does not hold up the other.
 func TestTwoAuthorities(t *testing.T) {
 	t.Parallel()
 	f := New()
@@ -168,11 +168,11 @@ func TestFailed(t *testing.T) {
 func TestBounds(t *testing.T) {
 	t.Parallel()
 	f := New()
-	f.Forked("x", 1, strings.Repeat("b", maxWith), at(0))
-	wants(t, f, 1, 0, Want{"x", 1, strings.Repeat("b", maxWith)})
-	f.Forked("y", 1, strings.Repeat("b", maxWith+1), at(0))
-	f.Captured("y", "", strings.Repeat("b", maxWith+1), at(0))
-	wants(t, f, 4, 0, Want{"x", 1, strings.Repeat("b", maxWith)})
+	f.Forked("x", 1, strings.Repeat("b", maxAuthority), at(0))
+	wants(t, f, 1, 0, Want{"x", 1, strings.Repeat("b", maxAuthority)})
+	f.Forked("y", 1, strings.Repeat("b", maxAuthority+1), at(0))
+	f.Captured("y", "", strings.Repeat("b", maxAuthority+1), at(0))
+	wants(t, f, 4, 0, Want{"x", 1, strings.Repeat("b", maxAuthority)})
 	for i := range 3 * maxNodes {
 		f.Captured(core.CheckpointID(fmt.Sprintf("c%d", i)), core.CheckpointID(fmt.Sprintf("p%d", i/3)), "", at(i))
 		f.Forked(core.CheckpointID(fmt.Sprintf("c%d", i)), 1, "", at(i))
