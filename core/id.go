@@ -136,8 +136,8 @@ func Clip(s string) string {
 	return b.String()
 }
 
-// ClipExit bounds what a runner says of the end of a virtual machine, and makes it printable: a line with the reason, then output, whose
-// end is kept.
+// ClipExit bounds what a runner says of the end of a virtual machine, and makes it printable. It keeps the first line and the end of the
+// rest.
 func ClipExit(s string) string {
 	const limit = 6000
 	reason, output, found := strings.Cut(s, "\n")

@@ -269,7 +269,7 @@ func TestPreparationFails(t *testing.T) {
 	}
 }
 
-// TestClaimFails: a prepared machine that cannot go on or has ended is no reason to fail a fork: its child is made of another machine, once. A guest
+// TestClaimFails: a prepared machine that cannot be resumed or has ended is no reason to fail a fork: its child is made of another machine, once. A guest
 // that fails its reseal ends the child, as that of any other machine would.
 func TestClaimFails(t *testing.T) { //nolint:paralleltest // failpoints are the process's
 	fail := func(fault fakevmm.Fault) func(r *fakeRig) (disarm func()) {
@@ -289,11 +289,11 @@ func TestClaimFails(t *testing.T) { //nolint:paralleltest // failpoints are the 
 			}
 			return func() { armed.Disarm() }
 		}},
-		"it does not go on":       {arm: fail(fakevmm.Fault{Step: fakevmm.StepResume, Kind: fakevmm.Fail})},
-		"it ends when it goes on": {arm: fail(fakevmm.Fault{Step: fakevmm.StepResume, Kind: fakevmm.Die})},
-		"it ends in its reseal":   {arm: fail(fakevmm.Fault{Step: fakevmm.AgentStep("reseal"), Kind: fakevmm.Die})},
-		"a step fails":            {arm: fail(fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepMachineID), Kind: fakevmm.Fail}), fails: true},
-		"a step lies":             {arm: fail(fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepHostname), Kind: fakevmm.Lie}), fails: true},
+		"it cannot be resumed":  {arm: fail(fakevmm.Fault{Step: fakevmm.StepResume, Kind: fakevmm.Fail})},
+		"it ends when resumed":  {arm: fail(fakevmm.Fault{Step: fakevmm.StepResume, Kind: fakevmm.Die})},
+		"it ends in its reseal": {arm: fail(fakevmm.Fault{Step: fakevmm.AgentStep("reseal"), Kind: fakevmm.Die})},
+		"a step fails":          {arm: fail(fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepMachineID), Kind: fakevmm.Fail}), fails: true},
+		"a step lies":           {arm: fail(fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepHostname), Kind: fakevmm.Lie}), fails: true},
 		"it ended while it waited": {arm: func(r *fakeRig) func() {
 			for _, dir := range r.shellDirs() {
 				if j, err := journal.Read(dir, r.cfg.ClusterID); err == nil && j.Sandbox == nil {

@@ -55,7 +55,7 @@ type Config struct {
 
 // Report is the whole finding.
 type Report struct {
-	// OK says that `coppice dev` can run on this host, or `coppice runner` if nothing else was asked.
+	// OK says that `coppice dev` can run on this host, or `coppice runner` if RunnerOnly is set.
 	OK     bool     `json:"ok"`
 	Checks []Result `json:"checks"`
 }

@@ -28,9 +28,9 @@ func jails(ctx context.Context) Result {
 	return ok(checkJail, "a program was started with files of its own")
 }
 
-// VMs refuses a host on which no VM can be started: where none can have files of its own, or a network.
+// VMs refuses a host on which no VM can be started: where none can have files of its own, or a network and its rules.
 func VMs(ctx context.Context) error {
-	for _, check := range []Check{jails, settings, tap} {
+	for _, check := range []Check{jails, settings, tap, rules} {
 		if r := check(ctx); r.Status != OK {
 			return core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "VMs cannot run here: %s; cure: %s", r.Detail, r.Cure)
 		}

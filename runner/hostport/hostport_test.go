@@ -90,20 +90,48 @@ func TestParse(t *testing.T) {
 // TestBind: a tenant gets the address of the host, and what listens is another one, to which an engine forwards the port.
 func TestBind(t *testing.T) {
 	t.Parallel()
-	a, err := hostport.Parse([]string{"192.0.2.1"}, "")
-	if err != nil {
-		t.Fatal(err)
-	}
-	if a.Bind, err = hostport.ParseBind("127.0.0.3"); err != nil {
-		t.Fatal(err)
-	}
-	l, err := hostport.New(a).Listen(t.Context(), hostport.Want{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	if got := l.Address(); got.Addr() != netip.MustParseAddr("192.0.2.1") || l.Addr().String() != net.JoinHostPort("127.0.0.3", strconv.Itoa(int(got.Port()))) {
-		t.Errorf("it says %s and listens on %s", got, l.Addr())
+	for _, c := range []struct{ address, bind, dial string }{
+		{"192.0.2.1", "127.0.0.3", "127.0.0.3"},
+		{"192.0.2.1", "0.0.0.0", "127.0.0.1"},
+		{"192.0.2.1", "::", "::1"},
+		{"2001:db8::1", "0.0.0.0", "127.0.0.1"}, // of another family: the engine of a container may translate
+		{"192.0.2.1", "::1", "::1"},
+	} {
+		a, err := hostport.Parse([]string{c.address}, "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if a.Bind, err = hostport.ParseBind(c.bind); err != nil {
+			t.Fatal(err)
+		}
+		l, err := hostport.New(a).Listen(t.Context(), hostport.Want{})
+		if err != nil {
+			t.Fatalf("%+v: %v", c, err)
+		}
+		got := l.Address()
+		port := strconv.Itoa(int(got.Port()))
+		if got.Addr() != netip.MustParseAddr(c.address) || l.Addr().String() != net.JoinHostPort(c.bind, port) {
+			t.Errorf("%+v: it says %s and listens on %s", c, got, l.Addr())
+		}
+		conn, err := net.Dial("tcp", net.JoinHostPort(c.dial, port))
+		if err != nil {
+			t.Errorf("%+v: %v", c, err)
+		} else {
+			_ = conn.Close()
+		}
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+		// A runner that starts again asks for what the tenant was given.
+		if l, err = hostport.New(a).Listen(t.Context(), hostport.Want{Address: got.Addr(), Port: got.Port()}); err != nil {
+			t.Fatalf("%+v: again: %v", c, err)
+		}
+		if l.Address() != got || l.Addr().String() != net.JoinHostPort(c.bind, port) {
+			t.Errorf("%+v: again, it says %s and listens on %s", c, l.Address(), l.Addr())
+		}
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 	for _, bad := range []string{"localhost", "224.0.0.1", "fe80::1%lo"} {
 		if b, err := hostport.ParseBind(bad); err == nil {

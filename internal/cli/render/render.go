@@ -35,17 +35,19 @@ func TableWithNotes(w io.Writer, header string, rows [][]string, notes []string)
 	if err := Table(&b, header, rows); err != nil {
 		return err
 	}
-	for i, line := range strings.Split(strings.TrimSuffix(b.String(), "\n"), "\n") {
-		if _, err := fmt.Fprintln(w, line); err != nil {
-			return err
+	first, lines, _ := strings.Cut(b.String(), "\n")
+	_, err := fmt.Fprintln(w, first)
+	i := 0
+	for line := range strings.Lines(lines) { // one of each row, because Table leaves no line break in a cell
+		if err == nil {
+			_, err = io.WriteString(w, line)
 		}
-		if i > 0 && notes[i-1] != "" {
-			if _, err := fmt.Fprintf(w, "  %s\n", foreign.Visible(notes[i-1])); err != nil {
-				return err
-			}
+		if err == nil && i < len(notes) && notes[i] != "" {
+			_, err = fmt.Fprintf(w, "  %s\n", foreign.Visible(notes[i]))
 		}
+		i++
 	}
-	return nil
+	return err
 }
 
 // Facts writes "name  value" lines; an empty value leaves its line out.

@@ -27,11 +27,12 @@ const (
 	maxNodes     = 1024
 	maxAuthority = 16 << 10 // bytes of an authority; forks with more are not learned from
 
-	horizon  = time.Minute // a checkpoint that was not used for so long is not expected to be forked
-	minShare = 0.25        // of the checkpoints like it that must have been forked for a machine to be prepared
-	minHits  = 0.25        // of prepared machines that must have been taken, or there is a pause
-	history  = 32          // events after which a share is halved, so that it follows what happens now
-	weight   = 0.3         // of the last fork in the usual number of children
+	horizon   = time.Minute // a checkpoint that was not used for so long is not expected to be forked
+	minShare  = 0.25        // of the checkpoints like it that must have been forked for a machine to be prepared
+	sureShare = 0.5         // of the captures of a tree: then its newest one comes first
+	minHits   = 0.25        // of prepared machines that must have been taken, or there is a pause
+	history   = 32          // events after which a share is halved, so that it follows what happens now
+	weight    = 0.3         // of the last fork in the usual number of children
 
 	firstPause = 30 * time.Second
 	maxPause   = time.Hour
@@ -212,15 +213,23 @@ func (f *Forecast) Removed(id core.CheckpointID) {
 	maps.DeleteFunc(f.nodes, func(k key, _ *node) bool { return k.id == id })
 }
 
-// Wants says what should be prepared now, most probable forks first. It is at most limit machines.
+// Wants says what should be prepared now, most probable forks first. It is at most limit machines. The newest capture of a tree whose captures are
+// usually forked comes before everything else: that is where the search goes on, and older nodes have had their forks.
 func (f *Forecast) Wants(limit int, now time.Time) []Want {
 	if now.Before(f.trust.pause) {
 		return nil
 	}
 	type candidate struct {
 		Want
-		share float64
-		last  time.Time
+		share  float64
+		last   time.Time
+		newest bool
+	}
+	newest := map[key]*node{} // capture of each tree
+	for _, n := range f.nodes {
+		if old := newest[n.tree]; n.own && n.forks == 0 && (old == nil || n.last.After(old.last)) {
+			newest[n.tree] = n
+		}
 	}
 	var list []candidate
 	for k, n := range f.nodes {
@@ -231,9 +240,15 @@ func (f *Forecast) Wants(limit int, now time.Time) []Want {
 			continue
 		}
 		count := max(1, int(math.Round(t.children)))
-		list = append(list, candidate{Want{Checkpoint: k.id, Count: count, Authority: k.authority.Value()}, chance, n.last})
+		list = append(list, candidate{Want{Checkpoint: k.id, Count: count, Authority: k.authority.Value()}, chance, n.last, n == newest[n.tree] && chance >= sureShare})
 	}
 	slices.SortFunc(list, func(a, b candidate) int {
+		if a.newest != b.newest {
+			if a.newest {
+				return -1
+			}
+			return 1
+		}
 		return cmp.Or(cmp.Compare(b.share, a.share), b.last.Compare(a.last), cmp.Compare(a.Checkpoint, b.Checkpoint), cmp.Compare(a.Authority, b.Authority))
 	})
 	var out []Want

@@ -59,6 +59,30 @@ func TestSearch(t *testing.T) {
 	}
 }
 
+// TestNewestFirst: where places are few, the newest capture of a search comes before nodes that are forked again and again.
+func TestNewestFirst(t *testing.T) {
+	t.Parallel()
+	f := New()
+	var last core.CheckpointID
+	for i := range 4 {
+		id := core.CheckpointID(fmt.Sprintf("c%d", i))
+		f.Captured(id, last, "", at(10*i))
+		for j := range 3 {
+			f.Forked(id, 2, "", at(10*i+j))
+		}
+		last = id
+	}
+	f.Captured("older", last, "", at(39))
+	f.Captured("newest", last, "", at(40))
+	f.Forked("c0", 2, "", at(41))
+	t1 := f.trees[keyOf("c0", "")]
+	if again, first := t1.again.rate(), t1.first.rate(); again <= first || first < sureShare {
+		t.Fatalf("shares %v and %v: this test is about a tree whose nodes are more often forked again", again, first)
+	}
+	wants(t, f, 2, 42, Want{"newest", 2, ""})
+	wants(t, f, 4, 42, Want{"newest", 2, ""}, Want{"c0", 2, ""})
+}
+
 // TestLeaves: where few captures are forked, captures are not prepared, but a checkpoint that is forked again and again is.
 func TestLeaves(t *testing.T) {
 	t.Parallel()

@@ -24,8 +24,8 @@ func NewDoctorCommand(a *cli.App) *cobra.Command {
 		Short: "Check what this host can do, by trying it",
 		Long: `Check what this host can do, by trying it. Each failed check says how to fix the host.
 
-The exit status is 0 if coppice dev can run here, with or without KVM, and 1 if not. With --runner the question is whether coppice runner can:
-it needs neither PostgreSQL nor what builds an image.
+The exit status is 0 if coppice dev can run here, with or without KVM, and 1 if not. With --runner, the exit status says whether coppice
+runner can run here. It does not check PostgreSQL and the image tools.
 The command looks at the programs that COPPICE_QEMU and COPPICE_CLOUD_HYPERVISOR name. It says which VMM a runner would choose, and why.
 A check leaves nothing behind. Most checks need root.`,
 		Args: cobra.NoArgs,

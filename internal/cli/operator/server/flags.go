@@ -2,6 +2,7 @@
 package server
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -170,13 +171,16 @@ func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
 	var ports, bind string
 	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host on which tenants may forward ports; may be repeated; a request without an address gets the first one (default: 127.0.0.1 and ::1)")
 	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may use for forwarding, FIRST-LAST from 1024 up; narrow it on a host with other services (default: from 1024 up to the ports of outgoing connections, usually 1024-32767)")
-	f.StringVar(&bind, "forward-bind", "", "`IP` address to listen on for forwarded ports in place of --forward-address; for a container, whose engine publishes the ports at that address (default: none)")
+	f.StringVar(&bind, "forward-bind", "", "listen on this `IP` address instead of those of --forward-address. For a container: 0.0.0.0, if the engine publishes the ports at --forward-address (default: none)")
 	return func() (err error) {
 		if *cfg, err = hostport.Parse(addresses, ports); err != nil {
 			return exit.Misuse(fmt.Errorf("--forward-address, --forward-ports: %w", err))
 		}
 		if cfg.Bind, err = hostport.ParseBind(bind); err != nil {
 			return exit.Misuse(fmt.Errorf("--forward-bind: %w", err))
+		}
+		if cfg.Bind.IsValid() && len(addresses) != 1 { // tenants are told this address
+			return exit.Misuse(errors.New("--forward-bind needs exactly one --forward-address: where clients reach the ports"))
 		}
 		return nil
 	}

@@ -37,6 +37,8 @@ func TestServerFlags(t *testing.T) {
 		"a bad level":                    {[]string{"runner", "--log-level", "loud", "--accel", "tcg"}, nil, exit.Usage, "--log-level"},
 		"a bad way to fetch":             {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_FETCH": "slowly"}, exit.Usage, "--fetch"},
 		"a bad floor":                    {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_DISK_FLOOR": "high"}, exit.Usage, "--disk-floor"},
+		"two forward addresses":          {[]string{"runner", "--accel", "tcg", "--forward-bind", "0.0.0.0", "--forward-address", "10.0.0.1", "--forward-address", "10.0.0.2"}, nil, exit.Usage, "--forward-address"},
+		"no forward address":             {[]string{"runner", "--accel", "tcg", "--forward-bind", "0.0.0.0"}, nil, exit.Usage, "--forward-address"},
 		"no controller":                  {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, nil, exit.BadInput, "--controller"},
 		"two controllers, no data":       {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, map[string]string{"COPPICE_CONTROLLER": "https://a:1,https://b:1", "COPPICE_DATA_URL": "https://c:1"}, exit.BadInput, "--data-listen"},
 	} {

@@ -100,7 +100,7 @@ the flows of a count began on both sides of a node's instant, both sides show it
 
 func printFlows(w io.Writer, list []coppice.Flow) error {
 	if len(list) == 0 {
-		_, err := fmt.Fprintln(w, "It sent nothing, and tried to send nothing.")
+		_, err := fmt.Fprintln(w, "No flows recorded.")
 		return err
 	}
 	rows, below := make([][]string, len(list)), make([]string, len(list))

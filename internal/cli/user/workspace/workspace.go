@@ -270,7 +270,7 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 			from = len(lines) - shownLines
 		}
 		lines = lines[from:min(from+shownLines, len(lines))]
-		said = strings.Join(lines, "\n") + "\n… and more: coppice ws logs --console " + ws.Name
+		said = strings.Join(lines, "\n") + "\nMore: coppice ws logs --console " + ws.Name
 	}
 	stall := ""
 	if ws.Stall != nil {
