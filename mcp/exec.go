@@ -18,9 +18,9 @@ type execIn struct {
 	workspaceRef
 	Command        []string          `json:"command,omitempty" jsonschema:"program and arguments; no shell is involved. Give either command or shell" items:"1,4096"`
 	Shell          string            `json:"shell,omitempty" jsonschema:"a text for sh -c. Give either command or shell"`
-	Cwd            string            `json:"cwd,omitempty" jsonschema:"directory to run in; the default is /workspace if it exists, else the home directory" length:"1,4096"`
+	Cwd            string            `json:"cwd,omitempty" jsonschema:"directory to run in; the default is the image's WORKDIR, else /workspace if it exists, else the home directory" length:"1,4096"`
 	Env            map[string]string `json:"env,omitempty" jsonschema:"environment variables"`
-	User           string            `json:"user,omitempty" jsonschema:"name or uid; the default is root" length:"1,128"`
+	User           string            `json:"user,omitempty" jsonschema:"name or uid; the default is the image's USER, else root" length:"1,128"`
 	Stdin          string            `json:"stdin,omitempty" jsonschema:"text that the program reads"`
 	Background     bool              `json:"background,omitempty" jsonschema:"return at once; read the output with exec_output"`
 	WaitSeconds    int               `json:"wait_seconds,omitempty" jsonschema:"how long to wait for the end; after that the program goes on, and exec_output reads on" range:"1,600" default:"45"`

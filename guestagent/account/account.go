@@ -46,12 +46,14 @@ type Account struct {
 }
 
 // Lookup resolves "name", "uid", "name:group" and "uid:gid" with the workload's /etc/passwd and /etc/group. An
-// empty user is root, for which passwd need not be there: it only names another shell.
-func Lookup(user string) (Account, error) {
+// empty user is root. Neither for it nor for the name "root" passwd need be there: it only names another shell.
+func Lookup(user string) (Account, error) { return lookup(user, "/etc/passwd") }
+
+func lookup(user, passwd string) (Account, error) {
 	name, group, hasGroup := strings.Cut(user, ":")
 	acc := Account{Name: "root", Home: "/root", Shell: "/bin/sh"}
 	if name == "" && !hasGroup {
-		scan("/etc/passwd", func(f []string) bool {
+		scan(passwd, func(f []string) bool {
 			found := len(f) >= 7 && f[0] == "root"
 			if found && strings.HasPrefix(f[6], "/") {
 				acc.Shell = f[6]
@@ -61,7 +63,7 @@ func Lookup(user string) (Account, error) {
 		return acc, nil
 	}
 	uid, gid, known := uint64(0), uint64(0), false
-	scan("/etc/passwd", func(f []string) bool {
+	scan(passwd, func(f []string) bool {
 		if len(f) < 7 || f[0] != name && f[2] != name {
 			return false
 		}
@@ -76,10 +78,16 @@ func Lookup(user string) (Account, error) {
 	})
 	if !known {
 		u, err := strconv.ParseUint(name, 10, 32)
+		if name == "root" { // an image without a passwd file has it, too
+			u, err = 0, nil
+		}
 		if err != nil {
 			return acc, core.Errorf(core.Invalid, core.CodeInvalidField, "user %q does not exist in the sandbox", core.Clip(name))
 		}
-		uid, acc = u, Account{Name: name, Home: "/", Shell: "/bin/sh"}
+		uid = u
+		if name != "root" {
+			acc = Account{Name: name, Home: "/", Shell: "/bin/sh"}
+		}
 	}
 	groups, err := groupsOf(acc.Name, group, hasGroup, &gid)
 	if err != nil {

@@ -4,6 +4,7 @@ package account
 
 import (
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 )
@@ -23,5 +24,20 @@ func TestShellOfRoot(t *testing.T) {
 	}
 	if got, err := Lookup(""); err != nil || got.Name != "root" || got.Home != "/root" || got.Shell != want || got.Cred != nil {
 		t.Errorf("%+v, %v; want the shell %s", got, err, want)
+	}
+}
+
+// TestRootWithoutPasswd: an image without accounts, such as one with a program alone, has root by its name.
+func TestRootWithoutPasswd(t *testing.T) {
+	t.Parallel()
+	none := filepath.Join(t.TempDir(), "passwd")
+	for _, user := range []string{"", "root"} {
+		got, err := lookup(user, none)
+		if err != nil || got.Name != "root" || got.Home != "/root" || got.Shell != "/bin/sh" || got.Cred != nil && (got.Cred.Uid != 0 || got.Cred.Gid != 0) {
+			t.Errorf("%q: %+v, %v", user, got, err)
+		}
+	}
+	if _, err := lookup("app", none); err == nil {
+		t.Error("a user that does not exist was found")
 	}
 }

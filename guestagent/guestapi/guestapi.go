@@ -271,7 +271,7 @@ const EvidenceDraws = 16
 type SessionSpec struct {
 	ID        core.SessionID    `json:"id,omitempty"` // empty: the agent makes one; an id in use is refused
 	Command   []string          `json:"command"`
-	Cwd       string            `json:"cwd,omitempty"` // default /workspace if it exists, otherwise the user's home
+	Cwd       string            `json:"cwd,omitempty"` // default: the image's WORKDIR, else /workspace if it exists, else the user's home
 	Env       map[string]string `json:"env,omitempty"`
 	Stdin     []byte            `json:"stdin,omitempty"`      // given to the process at its start
 	StdinOpen bool              `json:"stdin_open,omitempty"` // keep stdin open for PathSessionStdin and attach

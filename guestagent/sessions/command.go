@@ -15,7 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// What the image says about sessions that say nothing: the environment, one KEY=VALUE per line; the user; the directory. An image of a registry
+// The image's defaults for sessions: the environment, one KEY=VALUE per line; the user; the directory. An image of a registry
 // has its ENV, USER and WORKDIR there.
 const (
 	envFile  = "/etc/coppice/env"
@@ -38,13 +38,16 @@ func withDefaults(spec guestapi.SessionSpec, userFile, dirFile string) guestapi.
 	return spec
 }
 
-// readLine is the first line of a file, or empty.
+// readLine is the first line of a regular file, or empty. It does not wait for the writer of a FIFO.
 func readLine(path string) string {
-	f, err := os.Open(path)
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return ""
 	}
 	defer func() { _ = f.Close() }()
+	if fi, err := f.Stat(); err != nil || !fi.Mode().IsRegular() {
+		return ""
+	}
 	for line := range account.Lines(f) {
 		return line
 	}

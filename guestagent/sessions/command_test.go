@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
@@ -25,6 +26,10 @@ func TestDefaultsOfTheImage(t *testing.T) {
 	}
 	user, workdir := write("user", "app:1000\nanother\n"), write("workdir", dir+"\n")
 	none, file, relative := filepath.Join(dir, "none"), write("file", user+"\n"), write("relative", "srv\n")
+	fifo := filepath.Join(dir, "fifo")
+	if err := syscall.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
 	long := write("long", strings.Repeat("x", 1<<20)) // no line is that long, and none is read
 	for _, c := range []struct {
 		spec          guestapi.SessionSpec
@@ -36,6 +41,7 @@ func TestDefaultsOfTheImage(t *testing.T) {
 		{guestapi.SessionSpec{Cwd: "sub"}, none, workdir, guestapi.SessionSpec{Cwd: filepath.Join(dir, "sub")}},
 		{guestapi.SessionSpec{Cwd: "~/sub"}, none, workdir, guestapi.SessionSpec{Cwd: "~/sub"}},
 		{guestapi.SessionSpec{}, none, none, guestapi.SessionSpec{}},
+		{guestapi.SessionSpec{}, fifo, fifo, guestapi.SessionSpec{}},
 		{guestapi.SessionSpec{}, long, file, guestapi.SessionSpec{}},
 		{guestapi.SessionSpec{}, none, relative, guestapi.SessionSpec{}},
 	} {

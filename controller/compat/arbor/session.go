@@ -31,6 +31,9 @@ func exec(r *http.Request, c call) (answer, error) {
 		return answer{}, err
 	}
 	req := coppice.ExecRequest{Command: q.Command, Cwd: q.Cwd, Env: q.Env, User: q.User, TimeoutMS: q.Timeout}
+	if req.User == "" {
+		req.User = "root" // Arbor's default, whatever user the image names
+	}
 	if q.PTY {
 		req.PTY, req.StdinOpen, req.Cols, req.Rows = true, true, q.Cols, q.Rows
 		if req.Cols == 0 && req.Rows == 0 {

@@ -21,6 +21,9 @@ import (
 // directory is where Arrakis' commands run, and where its relative paths begin.
 const directory = "/tmp/server_files"
 
+// rootUser is who runs Arrakis' commands, whatever user the image names: they own the directory.
+const rootUser = "root"
+
 // merge runs the program after it with one stream for its output and its errors, as Arrakis does.
 const merge = `exec "$@" 2>&1`
 
@@ -55,7 +58,7 @@ func command(r *http.Request, c call) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	req := coppice.ExecRequest{Command: []string{"bash", "-c", merge, "bash", "bash", "-c", q.Cmd}, Cwd: directory}
+	req := coppice.ExecRequest{Command: []string{"bash", "-c", merge, "bash", "bash", "-c", q.Cmd}, Cwd: directory, User: rootUser}
 	if q.Blocking != nil && !*q.Blocking {
 		s, err := c.StartSession(r.Context(), ws.ID, req)
 		if err != nil {

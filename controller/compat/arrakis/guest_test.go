@@ -23,6 +23,9 @@ func TestCommands(t *testing.T) {
 	if err != nil || s.WorkspaceID != vm.WorkspaceID {
 		t.Fatalf("%+v, %v", s, err)
 	}
+	if s.User != "root" {
+		t.Errorf("its user is %q: another may not write in the directory", s.User)
+	}
 	if last := len(s.Command) - 1; s.Command[0] != "bash" || s.Command[last] != "cat" {
 		t.Errorf("%q", s.Command)
 	}

@@ -28,7 +28,7 @@ type execFlags struct {
 
 func (e *execFlags) add(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVarP(&e.cwd, "cwd", "C", "", "working `directory` (default: /workspace if it exists, else the home directory)")
+	f.StringVarP(&e.cwd, "cwd", "C", "", "working `directory` (default: the image's WORKDIR, else /workspace if it exists, else the home directory)")
 	f.StringArrayVarP(&e.env, "env", "e", nil, "environment, `KEY=VALUE`; may be repeated")
 	f.StringVarP(&e.user, "user", "u", "", "`user` name or id, optionally with :group (default: the image's USER, else root)")
 	f.DurationVar(&e.timeout, "timeout", 0, "kill the program after this `duration`; 0: never")
