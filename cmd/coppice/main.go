@@ -55,12 +55,12 @@ var commands = []func(*cli.App) *cobra.Command{
 	mcp.NewCommand,
 	host.NewImageCommand,
 	host.NewDoctorCommand,
-	server.NewDevCommand,
-	server.NewControllerCommand,
+	endsAtHangup(server.NewDevCommand),
+	endsAtHangup(server.NewControllerCommand),
 	server.NewMigrateCommand,
-	server.NewRunnerCommand,
-	server.NewPagerCommand,
-	server.NewEgressCommand,
+	endsAtHangup(server.NewRunnerCommand),
+	endsAtHangup(server.NewPagerCommand),
+	endsAtHangup(server.NewEgressCommand),
 	fleet.NewTokenCommand,
 	host.NewTrashCommand,
 	store.NewCommand,
@@ -84,6 +84,24 @@ func run(ctx context.Context, a *cli.App, args []string) int {
 		return a.Report(exit.Misuse(err))
 	}
 	return a.Run(ctx, args, commands...)
+}
+
+// endsAtHangup makes a server end in order when its terminal is closed, as at SIGTERM: the VMs would outlive it otherwise. After nohup the
+// signal stays ignored. Commands of users keep the usual end: what runs in a workspace goes on.
+func endsAtHangup(command func(*cli.App) *cobra.Command) func(*cli.App) *cobra.Command {
+	return func(a *cli.App) *cobra.Command {
+		c := command(a)
+		serve := c.RunE
+		c.RunE = func(c *cobra.Command, args []string) error {
+			if !signal.Ignored(syscall.SIGHUP) {
+				ctx, stop := signal.NotifyContext(c.Context(), syscall.SIGHUP)
+				defer stop()
+				c.SetContext(ctx)
+			}
+			return serve(c, args)
+		}
+		return c
+	}
 }
 
 // wsCommand joins the commands whose first argument is a workspace.

@@ -1,10 +1,18 @@
 package main
 
 import (
+	"errors"
+	"os"
+	"os/signal"
 	"runtime"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/clitest"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 )
@@ -50,5 +58,29 @@ func TestBadFailpoints(t *testing.T) {
 	a, _, stderr := clitest.App(map[string]string{"COPPICE_FAILPOINTS": "absent=kill"})
 	if got := run(t.Context(), a, []string{"--version"}); got != exit.Usage || !strings.Contains(stderr.String(), `failpoint "absent"`) {
 		t.Errorf("exit status %d, %q", got, stderr)
+	}
+}
+
+// TestHangup closes the terminal of a server.
+func TestHangup(t *testing.T) { //nolint:paralleltest // it sends a signal to this process
+	if signal.Ignored(syscall.SIGHUP) {
+		t.Skip("this test runs under nohup")
+	}
+	serving := func(*cli.App) *cobra.Command {
+		return &cobra.Command{Use: "serve", RunE: func(c *cobra.Command, _ []string) error {
+			if err := syscall.Kill(os.Getpid(), syscall.SIGHUP); err != nil {
+				return err
+			}
+			select {
+			case <-c.Context().Done():
+				return nil
+			case <-time.After(time.Minute):
+				return errors.New("the server went on")
+			}
+		}}
+	}
+	a, _, stderr := clitest.App(nil)
+	if status := a.Run(t.Context(), []string{"serve"}, endsAtHangup(serving)); status != exit.OK {
+		t.Errorf("status %d: %s", status, stderr)
 	}
 }

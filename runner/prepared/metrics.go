@@ -19,6 +19,9 @@ func newMetrics() metrics {
 	}, []string{"outcome"}), cpu: prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "coppice_runner_prepared_cpu_seconds_total", Help: "Processor time that prepared machines had used when a fork took them, or when they were taken down.",
 	}, []string{"outcome"})}
+	for _, outcome := range []string{"taken", "wasted"} { // a reader sees 0, not nothing
+		m.cpu.WithLabelValues(outcome)
+	}
 	m.hits, m.misses, m.wasted, m.failed = m.outcomes.WithLabelValues("taken"), m.outcomes.WithLabelValues("missed"), m.outcomes.WithLabelValues("wasted"), m.outcomes.WithLabelValues("failed")
 	return m
 }

@@ -5,6 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"maps"
+	"math"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -269,20 +272,40 @@ func preparedFigures(ctx context.Context, metrics string) (f preparedState, err 
 		return f, err
 	}
 	defer a.Body.Close()
-	for lines := bufio.NewScanner(a.Body); lines.Scan(); {
-		name, text, _ := strings.Cut(lines.Text(), " ")
-		value, err := strconv.ParseFloat(text, 64)
-		if err != nil {
-			continue // a comment
+	if a.StatusCode != http.StatusOK {
+		return f, fmt.Errorf("%s: status %d", metrics, a.StatusCode)
+	}
+	f, err = readFigures(a.Body)
+	if err != nil {
+		return f, fmt.Errorf("%s: %w", metrics, err)
+	}
+	return f, nil
+}
+
+// readFigures wants every one of the figures: one that is missing is not 0.
+func readFigures(text io.Reader) (f preparedState, err error) {
+	wanted := map[string]*float64{
+		"coppice_runner_machines_prepared":                            &f.ready,
+		`coppice_runner_prepared_cpu_seconds_total{outcome="taken"}`:  &f.taken,
+		`coppice_runner_prepared_cpu_seconds_total{outcome="wasted"}`: &f.wasted,
+	}
+	lines := bufio.NewScanner(text)
+	for lines.Scan() {
+		name, number, _ := strings.Cut(lines.Text(), " ")
+		to, ok := wanted[name]
+		if !ok {
+			continue
 		}
-		switch name {
-		case "coppice_runner_machines_prepared":
-			f.ready = value
-		case `coppice_runner_prepared_cpu_seconds_total{outcome="taken"}`:
-			f.taken = value
-		case `coppice_runner_prepared_cpu_seconds_total{outcome="wasted"}`:
-			f.wasted = value
+		if *to, err = strconv.ParseFloat(number, 64); err != nil || math.IsNaN(*to) || math.IsInf(*to, 0) {
+			return f, fmt.Errorf("%s is not a number: %q", name, number)
 		}
+		delete(wanted, name)
+	}
+	if err := lines.Err(); err != nil {
+		return f, err
+	}
+	if len(wanted) > 0 {
+		return f, fmt.Errorf("the metrics lack %q", slices.Sorted(maps.Keys(wanted)))
 	}
 	return f, nil
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -112,6 +113,36 @@ func TestNamed(t *testing.T) {
 	} {
 		if got := named(strings.Split(line, " "), "coppice-0a1b-"); got != want {
 			t.Errorf("%q: got %v", line, got)
+		}
+	}
+}
+
+// TestReadFigures wants a figure that is missing, or is no number, to be an error: as 0 it would meet an aim.
+func TestReadFigures(t *testing.T) {
+	t.Parallel()
+	const text = "# HELP x\ncoppice_runner_machines_prepared 3\nother NaN\n" +
+		"coppice_runner_prepared_cpu_seconds_total{outcome=\"taken\"} 1.5\ncoppice_runner_prepared_cpu_seconds_total{outcome=\"wasted\"} 0\n"
+	got, err := readFigures(strings.NewReader(text))
+	if want := (preparedState{ready: 3, taken: 1.5}); err != nil || got != want {
+		t.Errorf("%+v, %v", got, err)
+	}
+	for _, bad := range []string{
+		"", strings.ReplaceAll(text, "} 0", "} NaN"), strings.ReplaceAll(text, "wasted", "other"), strings.ReplaceAll(text, "} 1.5", "} much"),
+		text[:20] + strings.Repeat("x", 1<<20) + text[20:],
+	} {
+		if got, err := readFigures(strings.NewReader(bad)); err == nil {
+			t.Errorf("%.80q gives %+v", bad, got)
+		}
+	}
+}
+
+func TestNoNumberMissesAnAim(t *testing.T) {
+	t.Parallel()
+	for _, a := range []report.Aim{{Aim: 0.3}, {Aim: 0.3, AtLeast: true}} {
+		for _, v := range []float64{math.NaN(), math.Inf(1), 0} {
+			if a.Judged(report.Finite(v)).Met || a.Judged(math.NaN()).Met {
+				t.Errorf("%v meets %+v", v, a)
+			}
 		}
 	}
 }

@@ -14,7 +14,7 @@ var cliSetup = []string{
 
 // cliRules are the rules for the examples of docs/CLI.md.
 func cliRules() map[string]rule {
-	// follow ends a command that goes on until Ctrl-C, when something has come.
+	// follow runs a command that never ends, and presses Ctrl-C once it has printed something.
 	follow := func(line, until string) rule {
 		return rule{instead: line + " > followed & p=$!; until [ -s followed ]; do " + until + "; done; kill -INT $p; wait $p", status: 130}
 	}

@@ -119,7 +119,7 @@ func (u *user) start(t *testing.T) {
 // stop presses Ctrl-C in the server's terminal and returns what it said, and its status.
 func (u *user) stop(t *testing.T) (int, string) {
 	t.Helper()
-	before := len(u.dev.all())
+	before := u.dev.mark()
 	if _, err := u.dev.terminal.WriteString(ctrlC); err != nil {
 		t.Fatal(err)
 	}
@@ -127,7 +127,7 @@ func (u *user) stop(t *testing.T) (int, string) {
 	if err != nil {
 		t.Error(err)
 	}
-	return status, u.dev.all()[before:]
+	return status, u.dev.since(before)
 }
 
 // run types a line and returns what it printed. Every output is checked.
@@ -214,6 +214,8 @@ func (u *user) page(t *testing.T, p page) {
 		line := named(c.line)
 		if r.instead != "" {
 			line = r.instead
+		} else if word := firstWord(c.line); !slices.Contains(programs, word) {
+			t.Fatalf("%s has the line %q, and %q is not among the programs that documents may run as root", p.file, c.line, word)
 		}
 		if strings.Contains(line, "$COPPICE_SERVER") {
 			line = "COPPICE_SERVER=$SERVER COPPICE_TOKEN=$KEY; " + line

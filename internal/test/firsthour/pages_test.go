@@ -59,6 +59,28 @@ func commandsOf(text string) []command {
 	return out
 }
 
+// programs are what the documents run here, as root. A line that begins with another word is a mistake, such as output without a prompt.
+var programs = []string{"coppice", "bin/coppice", "curl", "tar", "make", "sudo"}
+
+var assignments = regexp.MustCompile(`^([A-Z_][A-Z0-9_]*=(\$\([^()]*\)|[^\s$()])*\s+)*`)
+
+// firstWord is the program of a line, behind variables that are set for it.
+func firstWord(line string) string {
+	word, _, _ := strings.Cut(line[len(assignments.FindString(line)):], " ")
+	return word
+}
+
+func TestFirstWord(t *testing.T) {
+	t.Parallel()
+	for line, want := range map[string]string{
+		"coppice ws ls": "coppice", "A=b C=$(coppice x y) make z": "make", "rm -rf x": "rm", "A=$(rm -rf x": "A=$(rm", "A=1; rm": "rm", "{": "{", "": "",
+	} {
+		if got := firstWord(line); got != want {
+			t.Errorf("%q: %q, want %q", line, got, want)
+		}
+	}
+}
+
 func TestCommandsOf(t *testing.T) {
 	t.Parallel()
 	got := commandsOf("# x\n```\n$ one -a \\\n    b   # why\nprinted\n$ two\n```\n```json\n{}\n```\n```\nthree |   # piped\n  four\n\nfive 'a # b'x\n```\n")
@@ -130,6 +152,11 @@ func TestEveryPageIsKnown(t *testing.T) {
 		}
 		if len(list) == 0 {
 			t.Errorf("%s has no commands; take it out of pages", name)
+		}
+		for _, c := range list {
+			if r := p.rules[c.line]; p.all == "" && r.skip == "" && r.instead == "" && !slices.Contains(programs, firstWord(c.line)) {
+				t.Errorf("%s has the line %q, whose program is not among those that may run as root", name, c.line)
+			}
 		}
 		for line := range p.rules {
 			if !slices.ContainsFunc(list, func(c command) bool { return c.line == line }) {

@@ -70,6 +70,20 @@ func (s *screen) all() string {
 	return shown(s.text)
 }
 
+// mark is how much was printed so far.
+func (s *screen) mark() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.text)
+}
+
+// since is what was printed after a mark. The text of all may become shorter: a line of progress is taken away.
+func (s *screen) since(mark int) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return shown(s.text[mark:])
+}
+
 // await waits for a text behind what earlier calls have seen: it returns where the text ends.
 func (s *screen) await(from int, text string) (int, error) {
 	late := time.NewTimer(patience)

@@ -36,7 +36,7 @@ It does not start on a database server that can lose acknowledged work when it o
 is off), unless --allow-weak-database names each setting. It starts on a server without a synchronous standby, and says what a failover can lose.
 
 Runners connect to --runner-listen with a certificate of the cluster. They get it for a token of 'coppice runner-token create'.
-Every flag can come from the environment: --runner-listen from COPPICE_RUNNER_LISTEN, and so on. SIGTERM ends the controller in order:
+Every flag can come from the environment: --runner-listen from COPPICE_RUNNER_LISTEN, and so on. SIGTERM and SIGHUP end the controller in order:
 it takes no more requests, then ends its operations or leaves them to the next controller.`,
 		Example: `  coppice controller --database postgres://coppice@db/coppice --key-file /etc/coppice/cluster.key --api-key-file /etc/coppice/api.key \
     --listen 0.0.0.0:7070 --tls-cert api.pem --tls-key api.key --runner-listen 0.0.0.0:7071`,
