@@ -34,7 +34,7 @@ type Layers struct {
 
 // Layers opens the layers of the store. It first removes layers that no image has and that are older than a day.
 func (s *Store) Layers(ctx context.Context) (*Layers, error) {
-	if err := s.pruneLayers(keptUnused); err != nil {
+	if err := s.pruneLayers(); err != nil {
 		return nil, err
 	}
 	l := &Layers{dir: filepath.Join(s.dir, layersDir)}
@@ -105,9 +105,9 @@ func (l *Layers) partialPath(d core.Digest) string {
 	return filepath.Join(l.dir, partialPrefix+d.Hex())
 }
 
-// pruneLayers removes layers, and parts of layers, that no image has and that have not changed for a time. It does nothing
-// while a process has the layers open, or while an image cannot be read.
-func (s *Store) pruneLayers(unused time.Duration) error {
+// pruneLayers removes layers, and parts of layers, that no image has: those of a removed image at once, others when they have
+// not changed for a day. It does nothing while a process has the layers open, or while an image cannot be read.
+func (s *Store) pruneLayers(removed ...core.Digest) error {
 	dir := filepath.Join(s.dir, layersDir)
 	lock, err := os.OpenFile(filepath.Join(dir, layersLock), os.O_CREATE|os.O_RDWR, 0o600)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -130,6 +130,10 @@ func (s *Store) pruneLayers(unused time.Duration) error {
 			needed[imagePrefix+d.Hex()] = true
 		}
 	}
+	atOnce := map[string]bool{}
+	for _, d := range removed {
+		atOnce[imagePrefix+d.Hex()] = true
+	}
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return fmt.Errorf("prune layers: %w", err)
@@ -138,7 +142,7 @@ func (s *Store) pruneLayers(unused time.Duration) error {
 	for _, e := range entries {
 		ours := strings.HasPrefix(e.Name(), imagePrefix) || strings.HasPrefix(e.Name(), partialPrefix)
 		info, err := e.Info()
-		if !ours || needed[e.Name()] || err != nil || time.Since(info.ModTime()) < unused {
+		if !ours || needed[e.Name()] || err != nil || !atOnce[e.Name()] && time.Since(info.ModTime()) < keptUnused {
 			continue
 		}
 		errs = append(errs, os.Remove(filepath.Join(dir, e.Name())))

@@ -214,13 +214,14 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	if others > 0 {
 		return nil
 	}
+	removed, _ := s.load(digest) // of a damaged one the layers are not known; they stay for a day
 	if err := afterUnname.Hit(ctx); err != nil {
 		return err
 	}
 	if err := s.discard(ctx, s.imageDir(digest)); err != nil {
 		return fmt.Errorf("remove image %s: %w", digest.Short(), err)
 	}
-	return errors.Join(s.pruneCache(ctx), s.pruneLayers(0), s.cleanTemp())
+	return errors.Join(s.pruneCache(ctx), s.pruneLayers(removed.Recipe.Layers...), s.cleanTemp())
 }
 
 // Verify compares every byte of an image with image.json, and image.json with the digest. Its error IMAGE_CORRUPT names

@@ -194,10 +194,10 @@ func TestHostileRegistry(t *testing.T) {
 				return true
 			}
 		}, "", ""},
-		"10,000 layers": {func(s *shelf) {
+		"2,000 layers": {func(s *shelf) {
 			config, layers := s.honest()
-			s.set(config, bytesRepeat(layers[0], 10_000))
-		}, CodeRefused, "10000 layers"},
+			s.set(config, bytesRepeat(layers[0], 2000))
+		}, CodeRefused, "2000 layers"},
 		"no layers": {func(s *shelf) { config, _ := s.honest(); s.set(config, nil) }, CodeRefused, "no layers"},
 		"an endless manifest": {func(s *shelf) {
 			s.front = func(w http.ResponseWriter, r *http.Request) bool {

@@ -3,6 +3,7 @@ package registry
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"slices"
 	"strings"
 
@@ -15,6 +16,7 @@ import (
 
 // The bounds of an image.
 const (
+	maxManifest    = 1 << 20 // bytes of a manifest or an index; in memory it is many times as large
 	maxLayers      = 512
 	maxPlatforms   = 512      // images of an index
 	maxCompressed  = 64 << 30 // bytes of all layers
@@ -35,7 +37,7 @@ type manifest struct {
 
 // findManifest finds the manifest of the image for a platform.
 func (p *puller) findManifest(ctx context.Context, s *source) (manifest, error) {
-	raw, kind, err := s.read(ctx, "manifests/"+p.ref.Identifier(), acceptedManifests)
+	raw, kind, err := s.read(context.WithValue(ctx, bodyLimit{}, int64(maxManifest)), "manifests/"+p.ref.Identifier(), acceptedManifests)
 	if err != nil {
 		return manifest{}, err
 	}
@@ -52,7 +54,7 @@ func (p *puller) findManifest(ctx context.Context, s *source) (manifest, error) 
 		if err != nil {
 			return manifest{}, err
 		}
-		if raw, kind, err = p.document(ctx, s, "manifests/", chosen); err != nil {
+		if raw, kind, err = p.document(ctx, s, "manifests/", chosen, maxManifest); err != nil {
 			return manifest{}, err
 		}
 		digest = core.Digest(chosen.Digest.String())
@@ -69,8 +71,10 @@ func (p *puller) findManifest(ctx context.Context, s *source) (manifest, error) 
 
 // kindOf is the type that a manifest says it has; if it says none, the type that the answer had.
 func kindOf(raw []byte, answered types.MediaType) types.MediaType {
-	m, err := v1.ParseManifest(bytes.NewReader(raw)) // an index has the same field
-	if err == nil && m.MediaType != "" {
+	var m struct { // of a manifest or an index
+		MediaType types.MediaType `json:"mediaType"`
+	}
+	if err := json.Unmarshal(raw, &m); err == nil && m.MediaType != "" {
 		return m.MediaType
 	}
 	return answered
@@ -105,11 +109,11 @@ func choose(index *v1.IndexManifest, arch string) (v1.Descriptor, error) {
 }
 
 // document reads a short blob or manifest and compares it with its descriptor.
-func (p *puller) document(ctx context.Context, s *source, below string, d v1.Descriptor) ([]byte, types.MediaType, error) {
-	if err := checkDescriptor(d, maxAnswer); err != nil {
+func (p *puller) document(ctx context.Context, s *source, below string, d v1.Descriptor, most int64) ([]byte, types.MediaType, error) {
+	if err := checkDescriptor(d, most); err != nil {
 		return nil, "", err
 	}
-	raw, kind, err := s.read(ctx, below+d.Digest.String(), acceptedManifests)
+	raw, kind, err := s.read(context.WithValue(ctx, bodyLimit{}, most), below+d.Digest.String(), acceptedManifests)
 	if err != nil {
 		return nil, "", err
 	}
@@ -164,7 +168,7 @@ func (p *puller) readConfig(ctx context.Context, s *source, m manifest) (images.
 	if !m.v1.Config.MediaType.IsConfig() {
 		return none, nil, refuse("the configuration of the image has the type %q", core.Clip(string(m.v1.Config.MediaType)))
 	}
-	raw, _, err := p.document(ctx, s, "blobs/", m.v1.Config)
+	raw, _, err := p.document(ctx, s, "blobs/", m.v1.Config, maxAnswer)
 	if err != nil {
 		return none, nil, err
 	}
