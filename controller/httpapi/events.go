@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// pace of event streams.
+// pace of the streams of events and of steps.
 type pace struct {
 	heartbeat time.Duration // between signs of life when nothing happens
 	write     time.Duration // a client that has not taken a batch by then is cut off

@@ -8,7 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 )
 
-// NewWithPace is New with event streams that hurry.
+// NewWithPace is New with streams that hurry.
 func NewWithPace(control *controller.Controller, log *slog.Logger, heartbeat, write time.Duration) http.Handler {
 	s := newServer(control, log)
 	s.pace = pace{heartbeat: heartbeat, write: write}

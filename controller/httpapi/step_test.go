@@ -6,11 +6,15 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"log/slog"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -33,39 +37,8 @@ func TestStepInLines(t *testing.T) {
 		return nil
 	})
 	const body = `{"actions":[{"command":["inc"]},{"command":["echo","x"],"keep":"nothing"}]}`
-	ask := func() *bufio.Scanner {
-		t.Helper()
-		req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.url+"/v1/checkpoints/"+cp.ID+"/step", strings.NewReader(body))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for name, value := range map[string]string{
-			"Authorization": "Bearer " + apiKey, "Content-Type": "application/json", "Idempotency-Key": "k", "Accept": "application/json;q=0.5, application/x-ndjson",
-		} {
-			req.Header.Set(name, value)
-		}
-		res, err := http.DefaultClient.Do(req)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = res.Body.Close() })
-		if res.StatusCode != http.StatusOK || res.Header.Get("Content-Type") != "application/x-ndjson" {
-			t.Fatalf("%d %v", res.StatusCode, res.Header)
-		}
-		return bufio.NewScanner(res.Body)
-	}
-	next := func(lines *bufio.Scanner) (e api.StepEvent) {
-		t.Helper()
-		if !lines.Scan() {
-			t.Fatal("the answer ended:", lines.Err())
-		}
-		d := json.NewDecoder(bytes.NewReader(lines.Bytes()))
-		d.DisallowUnknownFields()
-		if err := d.Decode(&e); err != nil {
-			t.Fatalf("%s: %v", lines.Bytes(), err)
-		}
-		return e
-	}
+	ask := func() *bufio.Scanner { return w.stepLines(cp.ID, body) }
+	next := w.stepEvent
 	first := ask()
 	began := next(first)
 	if began.OperationID == "" || began.Action != nil || began.State != "" {
@@ -109,6 +82,84 @@ func TestStepInLines(t *testing.T) {
 		if p := got.problem(t); got.status != 400 || p.Code != "INVALID_FIELD" || len(p.Fields) != 1 || p.Fields[0].Field != field || !strings.HasPrefix(p.Detail, field+": ") {
 			t.Errorf("%s: %d %s", field, got.status, got.body)
 		}
+	}
+}
+
+// stepLines asks for a step whose results are streamed.
+func (w *world) stepLines(checkpoint, body string) *bufio.Scanner {
+	w.t.Helper()
+	req, err := http.NewRequestWithContext(w.t.Context(), http.MethodPost, w.url+"/v1/checkpoints/"+checkpoint+"/step", strings.NewReader(body))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	for name, value := range map[string]string{
+		"Authorization": "Bearer " + apiKey, "Content-Type": "application/json", "Idempotency-Key": "k", "Accept": "application/json;q=0.5, application/x-ndjson",
+	} {
+		req.Header.Set(name, value)
+	}
+	res, err := http.DefaultClient.Do(req)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.t.Cleanup(func() { _ = res.Body.Close() })
+	if res.StatusCode != http.StatusOK || res.Header.Get("Content-Type") != "application/x-ndjson" {
+		w.t.Fatalf("%d %v", res.StatusCode, res.Header)
+	}
+	return bufio.NewScanner(res.Body)
+}
+
+// stepEvent reads a line.
+func (w *world) stepEvent(lines *bufio.Scanner) (e api.StepEvent) {
+	w.t.Helper()
+	if !lines.Scan() {
+		w.t.Fatal("the answer ended:", lines.Err())
+	}
+	d := json.NewDecoder(bytes.NewReader(lines.Bytes()))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&e); err != nil {
+		w.t.Fatalf("%s: %v", lines.Bytes(), err)
+	}
+	return e
+}
+
+// TestStepSignsOfLife: the first line comes again and again while no action ends, and nothing comes after the last one.
+func TestStepSignsOfLife(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	cp := w.checkpoint(w.create("main").ID)
+	open := make(chan struct{})
+	w.runner.Hook(func(ctx context.Context, point, _ string) error {
+		if point == runnertest.PointCapture {
+			select {
+			case <-open:
+			case <-ctx.Done():
+			}
+		}
+		return nil
+	})
+	hurried := httptest.NewServer(httpapi.NewWithPace(w.control, slog.New(slog.DiscardHandler), 20*time.Millisecond, watchdog))
+	t.Cleanup(hurried.Close)
+	w.url = hurried.URL
+	lines := w.stepLines(cp.ID, `{"actions":[{"command":["inc"]}]}`)
+	first := w.stepEvent(lines)
+	for range 5 {
+		if e := w.stepEvent(lines); e != first || e.OperationID == "" || e.Action != nil || e.State != "" {
+			t.Fatalf("%+v, want a sign of life", e)
+		}
+	}
+	close(open)
+	e := w.stepEvent(lines)
+	for e == first {
+		e = w.stepEvent(lines)
+	}
+	if e.Action == nil || e.Action.Kept != api.KeepCheckpoint {
+		t.Errorf("%+v", e)
+	}
+	for e.State == "" {
+		e = w.stepEvent(lines)
+	}
+	if e.State != api.OperationSucceeded || lines.Scan() {
+		t.Errorf("%+v, then %s", e, lines.Bytes())
 	}
 }
 

@@ -36,7 +36,7 @@ func (s *server) StepCheckpoint(ctx context.Context, r api.StepCheckpointRequest
 		if err != nil {
 			return nil, err
 		}
-		stream.Within, stream.Log = s.pace.write, s.log
+		stream.Within, stream.Alive, stream.Log = s.pace.write, s.pace.heartbeat, s.log
 		return stream, nil
 	}
 	a, err := begin()

@@ -1,15 +1,19 @@
 package coppice_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"slices"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -68,24 +72,111 @@ func TestStreamStep(t *testing.T) {
 // TestStepConformance carries out the table that all SDKs have in common; sdk/conformance/README.md says what its words mean.
 func TestStepConformance(t *testing.T) {
 	t.Parallel()
-	b, err := os.ReadFile("../conformance/steps.json")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var table []stepCase
-	if err := json.Unmarshal(b, &table); err != nil || len(table) < 10 {
-		t.Fatalf("%d cases, %v", len(table), err)
-	}
-	for _, x := range table {
+	for _, x := range stepCases(t) {
 		t.Run(x.Name, func(t *testing.T) {
 			t.Parallel()
-			x.run(t)
+			x.run(t, func(h http.Handler) coppice.Config {
+				server := httptest.NewServer(h)
+				t.Cleanup(server.Close)
+				return coppice.Config{Server: server.URL}
+			})
 		})
 	}
 }
 
+// TestStepSilence carries out the cases whose breaks are far apart: an answer that is cut falls silent instead, and the clock runs.
+func TestStepSilence(t *testing.T) {
+	t.Parallel()
+	cases := slices.DeleteFunc(stepCases(t), func(x stepCase) bool { return !x.Apart })
+	if len(cases) == 0 {
+		t.Fatal("there is none")
+	}
+	for _, x := range cases {
+		synctest.Test(t, func(t *testing.T) {
+			x.run(t, func(h http.Handler) coppice.Config {
+				return coppice.Config{Server: "http://test", Transport: silent{h}}
+			})
+		})
+	}
+}
+
+// silent answers by a handler. An answer that the handler cuts is open until the client gives up on it.
+type silent struct{ http.Handler }
+
+func (s silent) RoundTrip(r *http.Request) (*http.Response, error) {
+	rec := httptest.NewRecorder()
+	cut := false
+	func() {
+		defer func() { cut = recover() != nil }()
+		s.ServeHTTP(rec, r)
+	}()
+	res := rec.Result()
+	if cut {
+		res.Body = io.NopCloser(io.MultiReader(res.Body, untilDone{r.Context()}))
+	}
+	return res, nil
+}
+
+type untilDone struct{ context.Context } //nolint:containedctx // of the request
+
+func (u untilDone) Read([]byte) (int, error) {
+	<-u.Done()
+	return 0, context.Cause(u)
+}
+
+// TestStepSignsOfLife: a connection with a line each 15 seconds is not lost, however long no action ends, and however long the caller takes.
+func TestStepSignsOfLife(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		asked, events := 0, 0
+		c, err := coppice.New(coppice.Config{Server: "http://test", Transport: roundTripper(func(*http.Request) (*http.Response, error) {
+			asked++
+			body, w := io.Pipe()
+			go func() {
+				for range 40 { // ten minutes
+					fmt.Fprintln(w, `{"operation_id":"op_1"}`)
+					time.Sleep(15 * time.Second)
+				}
+				fmt.Fprintln(w, `{"operation_id":"op_1","state":"succeeded"}`)
+				_ = w.Close()
+			}()
+			return &http.Response{StatusCode: http.StatusOK, Body: body}, nil
+		})})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, err := range c.StreamStep(t.Context(), "ckpt_0", coppice.StepRequest{}) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			events++
+			time.Sleep(5 * time.Minute)
+		}
+		if asked != 1 || events != 1 {
+			t.Errorf("%d requests, %d events", asked, events)
+		}
+	})
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+func stepCases(t *testing.T) (table []stepCase) {
+	t.Helper()
+	b, err := os.ReadFile("../conformance/steps.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(b, &table); err != nil || len(table) < 10 {
+		t.Fatalf("%d cases, %v", len(table), err)
+	}
+	return table
+}
+
 type stepCase struct {
 	Name, Key, Error string
+	Apart            bool
 	Events           []string
 	Requests         int64
 	Answers          []struct {
@@ -97,11 +188,11 @@ type stepCase struct {
 	}
 }
 
-func (x stepCase) run(t *testing.T) {
+func (x stepCase) run(t *testing.T, serve func(http.Handler) coppice.Config) {
 	t.Helper()
 	var asked atomic.Int64
 	keys := make(chan string, x.Requests+1)
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	c, err := coppice.New(serve(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		a := x.Answers[min(int(asked.Add(1)), len(x.Answers))-1]
 		select {
 		case keys <- r.Header.Get("Idempotency-Key"):
@@ -122,9 +213,7 @@ func (x stepCase) run(t *testing.T) {
 			_ = http.NewResponseController(w).Flush()
 			panic(http.ErrAbortHandler)
 		}
-	}))
-	t.Cleanup(server.Close)
-	c, err := coppice.New(coppice.Config{Server: server.URL})
+	})))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 	"unicode/utf8"
 
@@ -115,11 +116,12 @@ func actionOf(r steps.Result) api.StepActionResult {
 // Lines is the answer to a step whose results are streamed.
 type Lines struct {
 	Within time.Duration // a client that has not taken a line by then is cut off
+	Alive  time.Duration // between the signs of life
 	Log    *slog.Logger
 
 	ctx    context.Context //nolint:containedctx // of the request, whose answer this is
 	id     core.OperationID
-	follow func(give func(steps.Result) error) (operations.Operation, error)
+	follow func(ctx context.Context, give func(steps.Result) error) (operations.Operation, error)
 	leave  func()
 }
 
@@ -141,7 +143,7 @@ func Stream[R any](ctx context.Context, stepper *steps.Stepper, project core.Pro
 	}
 	return &Lines{
 		ctx: ctx, id: id, leave: leave,
-		follow: func(give func(steps.Result) error) (operations.Operation, error) {
+		follow: func(ctx context.Context, give func(steps.Result) error) (operations.Operation, error) {
 			return stepper.Follow(ctx, project, id, give)
 		},
 	}, nil
@@ -178,10 +180,7 @@ func (l *Lines) write(send func(api.StepEvent) error) error {
 	if err := send(api.StepEvent{}); err != nil {
 		return err
 	}
-	last, err := l.follow(func(r steps.Result) error {
-		action := actionOf(r)
-		return send(api.StepEvent{Action: &action})
-	})
+	last, err := l.results(send)
 	if err != nil {
 		return err
 	}
@@ -190,4 +189,41 @@ func (l *Lines) write(send func(api.StepEvent) error) error {
 		end.Problem = &api.Failure{Code: string(p.Code), Message: p.Msg}
 	}
 	return send(end)
+}
+
+// results sends the results until the step ends. It repeats the first line again and again: otherwise a proxy would take a quiet connection
+// for an idle one, and neither side would notice that it is lost.
+func (l *Lines) results(send func(api.StepEvent) error) (operations.Operation, error) {
+	var mu sync.Mutex
+	one := func(e api.StepEvent) error {
+		mu.Lock()
+		defer mu.Unlock()
+		return send(e)
+	}
+	ctx, cancel := context.WithCancelCause(l.ctx)
+	ended := make(chan struct{})
+	defer func() {
+		cancel(nil)
+		<-ended // nothing comes after the last line
+	}()
+	go func() {
+		defer close(ended)
+		tick := time.NewTicker(l.Alive)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick.C:
+			}
+			if err := one(api.StepEvent{}); err != nil {
+				cancel(err)
+				return
+			}
+		}
+	}()
+	return l.follow(ctx, func(r steps.Result) error {
+		action := actionOf(r)
+		return one(api.StepEvent{Action: &action})
+	})
 }

@@ -26,12 +26,14 @@ class Request:
 
 @dataclass
 class Answer:
-    """One answer. `cut` closes the connection: at once (0), or after so many bytes of the body."""
+    """One answer. `cut` closes the connection: at once (0), or after so many bytes of the body. With `silent` the client closes it
+    instead, and nothing follows these bytes."""
 
     status: int = 200
     body: Any = None
     headers: dict[str, str] = field(default_factory=dict)
     cut: int | None = None
+    silent: bool = False
     chunks: list[bytes] | None = None
 
 
@@ -117,6 +119,8 @@ class Double:
         handler.wfile.write(body if a.cut is None else body[: a.cut])
         if a.cut is not None:
             handler.wfile.flush()
+            if a.silent:
+                handler.rfile.read(1)
             handler.close_connection = True
             handler.connection.shutdown(socket.SHUT_RDWR)
 

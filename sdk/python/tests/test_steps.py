@@ -38,13 +38,14 @@ def shown(event: models.StepEvent) -> str:
 
 @pytest.mark.parametrize("which", ["sync", "async"])
 @pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
-def test_conformance(case: dict[str, Any], which: str, double: Double, client: Coppice) -> None:
+def test_conformance(case: dict[str, Any], which: str, double: Double) -> None:
     double.script = [Answer(200, checkpoint()), *(answer(a) for a in case["answers"])]
     seen: list[str] = []
     code = ""
+    config = Config(server=double.url, max_pause=0.01, away=0 if case.get("apart") else 60)
 
     async def read() -> None:
-        async with AsyncCoppice(config=Config(server=double.url, max_pause=0.01)) as c:
+        async with AsyncCoppice(config=config) as c:
             node = await c.checkpoint(CKPT)
             async for event in node.stream_step(["true", "false"], idempotency_key=case.get("key", "")):
                 seen.append(shown(event))
@@ -53,8 +54,9 @@ def test_conformance(case: dict[str, Any], which: str, double: Double, client: C
         if which == "async":
             asyncio.run(read())
         else:
-            for event in client.checkpoint(CKPT).stream_step(["true", "false"], idempotency_key=case.get("key", "")):
-                seen.append(shown(event))
+            with Coppice(config=config) as client:
+                for event in client.checkpoint(CKPT).stream_step(["true", "false"], idempotency_key=case.get("key", "")):
+                    seen.append(shown(event))
     except errors.APIError as err:
         code = err.code
     assert (seen, code) == (case["events"], case.get("error", ""))
@@ -65,6 +67,29 @@ def test_conformance(case: dict[str, Any], which: str, double: Double, client: C
     assert {(r.method, r.path, r.headers["accept"]) for r in sent} == {
         ("POST", f"/v1/checkpoints/{CKPT}/step", "application/x-ndjson")
     }
+
+
+@pytest.mark.parametrize("which", ["sync", "async"])
+def test_a_connection_that_falls_silent(which: str, double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"coppice._{which}.steps.MAX_SILENCE", 0.2)
+    first, last = b'{"operation_id":"op_1"}\n', b'{"operation_id":"op_1","state":"succeeded"}\n'
+    silent = Answer(200, first + b"\n", cut=len(first), silent=True)
+    double.script = [Answer(200, checkpoint()), silent, silent, Answer(200, first + last)]
+    config = Config(server=double.url, max_pause=0.01, away=0)
+    seen: list[str] = []
+
+    async def read() -> None:
+        async with AsyncCoppice(config=config) as c:
+            node = await c.checkpoint(CKPT)
+            async for event in node.stream_step(["true"]):
+                seen.append(shown(event))
+
+    if which == "async":
+        asyncio.run(read())
+    else:
+        with Coppice(config=config) as c:
+            seen += [shown(event) for event in c.checkpoint(CKPT).stream_step(["true"])]
+    assert seen == ["op_1"] and len(double.requests) == 4
 
 
 def test_the_request(double: Double, client: Coppice) -> None:

@@ -26,7 +26,7 @@ export interface Call<Name extends keyof Operations> extends CallOptions {
   headers?: Record<string, string>;
   /** The call is never repeated. */
   once?: boolean;
-  /** The server may work for long without a word, so silence does not end the call. Bytes and streams are always so. */
+  /** The server may work for long without a word, so silence does not end the call. Bytes are always so, and streams by default. */
   patient?: boolean;
   /** For how long the client repeats a call whose first try the server still works on; default: the transport's. */
   waitLimitMs?: number;
@@ -131,7 +131,7 @@ export class Transport {
 
   /** stream makes a call and returns its answer with the body unread. */
   async stream<Name extends keyof Operations>(name: Name, call: Call<Name> = {}): Promise<WireAnswer> {
-    const answer = await this.#repeat(name, { ...call, patient: true }, (answer) => Promise.resolve(answer));
+    const answer = await this.#repeat(name, { patient: true, ...call }, (answer) => Promise.resolve(answer));
     return { ...answer, body: failing(name, answer.body) };
   }
 

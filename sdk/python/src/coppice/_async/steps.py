@@ -13,6 +13,8 @@ from .transport import AsyncTransport
 
 MAX_LINE = 2 << 20
 """The longest result of an action, most of which comes from a guest."""
+MAX_SILENCE = 60.0
+"""The server sends a line at least every 15 seconds."""
 
 
 class AsyncStepStream:
@@ -28,14 +30,13 @@ class AsyncStepStream:
     async def read(self) -> AsyncIterator[models.StepEvent]:
         call = self._call
         call.headers["accept"] = "application/x-ndjson"
-        call.read_timeout = None  # nothing comes while no action ends
+        call.read_timeout = MAX_SILENCE
         policy.prepare(call)  # all requests have the same key
         tries = policy.Retries(self._t.config, call)
         away = policy.Away(self._t.config)
         while True:
             try:
-                async for event in self._answer():
-                    away.back()
+                async for event in self._answer(away):
                     yield event
                 if self._ended:
                     return
@@ -48,7 +49,7 @@ class AsyncStepStream:
                     raise
             await runtime.sleep(pause)
 
-    async def _answer(self) -> AsyncIterator[models.StepEvent]:
+    async def _answer(self, away: policy.Away) -> AsyncIterator[models.StepEvent]:
         """What is new in one answer."""
         pending = b""
         async with self._t.stream(self._call) as answer:
@@ -56,6 +57,7 @@ class AsyncStepStream:
                 *lines, pending = (pending + piece).split(b"\n")
                 for line in lines:
                     event = policy.decode(bounded(line), models.StepEvent, "results of a step")
+                    away.back()
                     if event.state == "failed":
                         self._ended = True
                         raise policy.failure(event.problem, f"operation {event.operation_id}", event.operation_id)
@@ -67,7 +69,7 @@ class AsyncStepStream:
                 bounded(pending)
 
     def _new(self, event: models.StepEvent) -> bool:
-        """Whether no earlier answer had it."""
+        """Whether it is no sign of life, and no earlier answer had it."""
         if event.action is None:
             new, self._operation = not self._operation, event.operation_id
             return new
