@@ -2,10 +2,12 @@ package mcp
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"strings"
 	"time"
@@ -21,7 +23,7 @@ type stepIn struct {
 	Of          string         `json:"of" jsonschema:"id or name of a checkpoint" length:"1,64"`
 	Actions     []stepActionIn `json:"actions" jsonschema:"what to try, each in a fork of its own" items:"1,64"`
 	Parallel    int            `json:"parallel,omitempty" jsonschema:"how many of them have a workspace at the same time" range:"1,64" default:"8"`
-	WaitSeconds int            `json:"wait_seconds,omitempty" jsonschema:"how long to wait for the end; after that the step goes on, and step_results has the rest" range:"1,600" default:"45"`
+	WaitSeconds int            `json:"wait_seconds,omitempty" jsonschema:"how long to wait for the end; after that the step goes on, and step_results waits for its results" range:"1,600" default:"45"`
 	MaxBytes    int            `json:"max_bytes,omitempty" jsonschema:"how much of each stream of an action to return" range:"1,65536" default:"2048"`
 }
 
@@ -49,7 +51,7 @@ type stepResultsIn struct {
 type stepOut struct {
 	Operation string           `json:"operation" jsonschema:"the id for step_results"`
 	State     string           `json:"state" jsonschema:"running, succeeded or failed"`
-	Actions   []stepActionView `json:"actions" jsonschema:"the actions that have ended, in the order of the request"`
+	Actions   []stepActionView `json:"actions" jsonschema:"the actions that have ended, in the order of the request. step_results has none of them while the step is running"`
 	Failure   *failureView     `json:"failure,omitempty" jsonschema:"why the step failed"`
 }
 
@@ -81,7 +83,7 @@ func (r *registry) addStepTools() {
 	}, r.step)
 	add(r, tool{
 		name: "step_results", title: "Show the results of a step", kind: reads,
-		about: "Show the results of a step, or of one action with more of its output. The last 64 KiB of each stream are kept for a day, or less with more than 32 actions.",
+		about: "Show the results of a step that has ended, or of one of its actions with more of the output. With wait_seconds it waits for the end of the step. The last 64 KiB of each stream are kept for a day, or less with more than 32 actions.",
 	}, r.stepResults)
 }
 
@@ -102,31 +104,69 @@ func (r *registry) step(ctx context.Context, in stepIn) (stepOut, string, error)
 	defer cancel()
 	out := stepOut{State: string(coppice.OperationSucceeded), Actions: []stepActionView{}}
 	limit := min(in.MaxBytes, maxStepOutput/(2*len(in.Actions)))
-	for e, err := range r.client.StreamStep(waiting, cp, req) {
+	key := "mcp-" + rand.Text()
+	for e, err := range r.client.StreamStep(coppice.WithIdempotencyKey(waiting, key), cp, req) {
 		switch {
 		case err == nil:
 			if out.Operation = e.OperationID; e.Action != nil {
 				out.Actions = append(out.Actions, viewStepAction(*e.Action, limit))
 			}
 			continue
-		case out.Operation == "":
-			return out, "", err
 		case e.State == coppice.OperationFailed:
 			out.State, out.Failure = string(e.State), viewFailure(e.Problem)
-		case ctx.Err() != nil: // the client does not know the operation
-			last, cancel := context.WithTimeout(context.WithoutCancel(ctx), killPause)
-			defer cancel()
-			_, errCancel := r.client.CancelOperation(last, out.Operation)
-			return out, "", errors.Join(ctx.Err(), errCancel)
-		case waiting.Err() != nil:
-			out.State = string(coppice.OperationRunning)
 		default:
-			return out, "", err
+			if out.Operation, err = r.leaveStep(ctx, waiting, stepAsked{cp, req, key, out.Operation}, err); err != nil {
+				return out, "", err
+			}
+			out.State = string(coppice.OperationRunning)
 		}
 		break
 	}
 	slices.SortFunc(out.Actions, func(x, y stepActionView) int { return x.Index - y.Index })
 	return out, out.text(len(in.Actions)), nil
+}
+
+// stepAsked is a step that the API was asked for.
+type stepAsked struct {
+	of        coppice.CheckpointID
+	request   coppice.StepRequest
+	key       string
+	operation coppice.OperationID // "": no answer has begun
+}
+
+// leaveStep stops to read the results of a step, because of an error. If the client has canceled the call, it cancels the step, which nobody
+// knows; otherwise the step goes on, and leaveStep returns its operation, or an error that names it.
+func (r *registry) leaveStep(ctx, waiting context.Context, s stepAsked, why error) (coppice.OperationID, error) {
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), killPause)
+	defer cancel()
+	canceled, waited := ctx.Err(), waiting.Err() != nil
+	_, refused := errors.AsType[*coppice.Error](why)
+	if s.operation == "" && (waited || !refused) { // the server may have begun it: only it knows
+		next, stop := iter.Pull2(r.client.StreamStep(coppice.WithIdempotencyKey(last, s.key), s.of, s.request))
+		defer stop()
+		e, err, _ := next()
+		if _, refused = errors.AsType[*coppice.Error](err); refused {
+			return "", errors.Join(canceled, err)
+		}
+		if err != nil {
+			hint := hints[codeServer] + " The step may have begun: look with tree before you repeat the call."
+			return "", errors.Join(canceled, &fault{code: codeServer, detail: "no answer to the step has arrived", hint: hint})
+		}
+		s.operation, waited = e.OperationID, true
+	}
+	switch {
+	case canceled != nil:
+		_, err := r.client.CancelOperation(last, s.operation)
+		return s.operation, errors.Join(canceled, err)
+	case waited:
+		return s.operation, nil
+	case s.operation == "":
+		return "", why
+	}
+	f := *explain(why)
+	f.detail = "step " + s.operation + ": " + f.detail
+	f.hint += " The step goes on: step_results with operation " + s.operation + " has its results."
+	return s.operation, &f
 }
 
 func (a stepActionIn) request() (coppice.StepAction, error) {
@@ -185,11 +225,15 @@ func (r *registry) stepResults(ctx context.Context, in stepResultsIn) (stepOut, 
 }
 
 func viewStepAction(a coppice.StepActionResult, limit int) stepActionView {
-	return stepActionView{
-		Index: a.Index, Kept: string(a.Kept), Checkpoint: a.CheckpointID, Workspace: a.WorkspaceID, ExitCode: a.ExitCode, TimedOut: a.TimedOut,
+	out := stepActionView{
+		Index: a.Index, Kept: string(a.Kept), Checkpoint: a.CheckpointID, ExitCode: a.ExitCode, TimedOut: a.TimedOut,
 		Score: a.Score, Failure: viewFailure(a.Problem),
 		Stdout: viewStepOutput(a.Stdout, a.Encoding, a.StdoutTruncated, limit), Stderr: viewStepOutput(a.Stderr, a.Encoding, a.StderrTruncated, limit),
 	}
+	if a.Kept == coppice.KeepWorkspace { // the server names also a workspace that is gone
+		out.Workspace = a.WorkspaceID
+	}
+	return out
 }
 
 func viewStepOutput(text string, encoding coppice.StepActionResultEncoding, truncated bool, limit int) *stepOutput {

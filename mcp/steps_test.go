@@ -1,10 +1,19 @@
 package mcp_test
 
 import (
+	"bufio"
 	"context"
 	"fmt"
+	"io"
+	"log"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"testing/iotest"
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
@@ -39,7 +48,7 @@ func TestStep(t *testing.T) {
 	if cp, err := w.admin.Checkpoint(t.Context(), at(0)["checkpoint"].(string)); err != nil || cp.Name != "best" || cp.ParentID != node["id"] {
 		t.Errorf("the checkpoint: %+v, %v", cp, err)
 	}
-	if a := at(1); a["kept"] != "nothing" || a["checkpoint"] != nil {
+	if a := at(1); a["kept"] != "nothing" || a["checkpoint"] != nil || a["workspace"] != nil {
 		t.Errorf("below the score: %v", a)
 	}
 	if stdout := at(2)["stdout"].(args); stdout["text"] != strings.Repeat("ü", 50) || stdout["cut_bytes"] != 5900.0 {
@@ -122,15 +131,123 @@ func TestStepThatTakesLong(t *testing.T) {
 		defer close(given)
 		_, _ = s.CallTool(ctx, &sdk.CallToolParams{Name: "step", Arguments: args{"of": "before", "actions": slow[1:], "wait_seconds": 600}})
 	}()
-	steps := func(states ...coppice.OperationState) int {
-		ops, err := coppice.Collect(w.admin.Operations(t.Context(), coppice.OperationFilter{States: states, Kinds: []coppice.OperationKind{coppice.OperationStepCheckpoint}}))
-		if err != nil {
-			t.Fatal(err)
-		}
-		return len(ops)
-	}
-	eventually.True(t, "the step runs", func() bool { return steps(coppice.OperationRunning) == 1 })
+	eventually.True(t, "the step runs", func() bool { return len(w.steps(t, coppice.OperationRunning)) == 1 })
 	cancel()
 	<-given
-	eventually.True(t, "the step is canceled", func() bool { return steps(coppice.OperationFailed) == 2 })
+	eventually.True(t, "the step is canceled", func() bool { return len(w.steps(t, coppice.OperationFailed)) == 2 })
+}
+
+// steps lists the steps in a state.
+func (w *world) steps(t *testing.T, state coppice.OperationState) []coppice.Operation {
+	t.Helper()
+	ops, err := coppice.Collect(w.admin.Operations(t.Context(), coppice.OperationFilter{
+		States: []coppice.OperationState{state}, Kinds: []coppice.OperationKind{coppice.OperationStepCheckpoint},
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ops
+}
+
+// TestStepWithoutAnAnswer: the answer to a step does not arrive, or breaks off. The step is canceled if the client gives up on the call, and
+// otherwise the model is told its operation.
+func TestStepWithoutAnAnswer(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	direct := w.stdio(t, mcp.Config{}, adminKey, "")
+	direct.ok(t, "workspace_create", args{"name": "demo"})
+	direct.ok(t, "checkpoint", args{"workspace": "demo", "name": "before"})
+	step := func(wait int) args {
+		return args{"of": "before", "wait_seconds": wait, "actions": []args{{"command": []string{"sleep", "3600"}, "timeout_seconds": 3600}}}
+	}
+	only := func(state coppice.OperationState) coppice.Operation {
+		t.Helper()
+		ops := w.steps(t, state)
+		if len(ops) != 1 {
+			t.Fatalf("%d steps are %s", len(ops), state)
+		}
+		return ops[0]
+	}
+	end := func(id coppice.OperationID) {
+		t.Helper()
+		if _, err := w.admin.CancelOperation(t.Context(), id); err != nil {
+			t.Fatal(err)
+		}
+		eventually.True(t, "the step has ended", func() bool { return len(w.steps(t, coppice.OperationRunning)) == 0 })
+	}
+
+	begun := make(chan struct{}, 1)
+	withhold := func(n int64, res *http.Response) error { // the first answer
+		if n == 1 {
+			begun <- struct{}{}
+			<-res.Request.Context().Done()
+			return context.Cause(res.Request.Context())
+		}
+		return nil
+	}
+	s := w.stdio(t, mcp.Config{Server: w.between(t, withhold)}, adminKey, "")
+	ctx, cancel := context.WithCancel(t.Context())
+	given := make(chan struct{})
+	go func() {
+		defer close(given)
+		_, _ = s.CallTool(ctx, &sdk.CallToolParams{Name: "step", Arguments: step(600)})
+	}()
+	<-begun
+	canceled := only(coppice.OperationRunning)
+	cancel()
+	<-given
+	eventually.True(t, "the step is canceled", func() bool { return len(w.steps(t, coppice.OperationFailed)) == 1 })
+	if got := only(coppice.OperationFailed); got.ID != canceled.ID {
+		t.Errorf("%s was canceled instead of %s", got.ID, canceled.ID)
+	}
+
+	s = w.stdio(t, mcp.Config{Server: w.between(t, withhold)}, adminKey, "")
+	out, _ := s.ok(t, "step", step(1))
+	if id := only(coppice.OperationRunning).ID; out["state"] != "running" || out["operation"] != id {
+		t.Errorf("%v, want %s", out, id)
+	}
+	end(out["operation"].(string))
+
+	s = w.stdio(t, mcp.Config{Server: w.between(t, func(n int64, res *http.Response) error {
+		body := res.Body
+		if n == 1 { // it breaks off after its first line
+			line, err := bufio.NewReader(body).ReadString('\n')
+			res.Body = struct {
+				io.Reader
+				io.Closer
+			}{io.MultiReader(strings.NewReader(line), iotest.ErrReader(io.ErrUnexpectedEOF)), body}
+			return err
+		}
+		_ = body.Close()
+		res.StatusCode, res.Header = http.StatusForbidden, http.Header{"Content-Type": {"application/problem+json"}}
+		res.Body = io.NopCloser(strings.NewReader(`{"type":"x","title":"x","status":403,"detail":"no","code":"PERMISSION_DENIED","request_id":"x"}`))
+		return nil
+	})}, adminKey, "")
+	text := s.refused(t, "PERMISSION_DENIED", "step", step(600))
+	id := only(coppice.OperationRunning).ID
+	if !strings.Contains(text, "step_results with operation "+id) || !strings.Contains(text, "step "+id+": ") {
+		t.Error(text)
+	}
+	end(id)
+}
+
+// between serves a proxy before the API that changes the answers to streamed steps. It counts them from 1.
+func (w *world) between(t *testing.T, change func(n int64, res *http.Response) error) (address string) {
+	t.Helper()
+	target, err := url.Parse(w.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var asked atomic.Int64
+	proxy := httputil.NewSingleHostReverseProxy(target)
+	proxy.ErrorLog = log.New(io.Discard, "", 0)
+	proxy.ModifyResponse = func(res *http.Response) error {
+		if !strings.HasSuffix(res.Request.URL.Path, "/step") {
+			return nil
+		}
+		return change(asked.Add(1), res)
+	}
+	s := httptest.NewServer(proxy)
+	t.Cleanup(s.Close)
+	return s.URL
 }
