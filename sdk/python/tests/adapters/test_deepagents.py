@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from conftest import VMs
-from coppice import Coppice
+from coppice import Coppice, errors
 from coppice.adapters.deepagents import CoppiceBackend
 
 pytestmark = pytest.mark.vms
@@ -31,6 +32,26 @@ def test_commands(backend: CoppiceBackend) -> None:
     long = backend.execute("seq 300000")
     assert long.truncated and long.output.endswith("300000\n") and len(long.output) == 1 << 20
     assert backend.id.startswith("ws_")
+    refused = backend.execute(": " + "x" * (130 << 10))  # more than one argument may have
+    assert refused.exit_code == 126 and "131072" in refused.output
+    assert CoppiceBackend(backend.workspace, user="nobody-of-this-name").execute("id").exit_code == 126
+
+
+class Refusing:
+    def __init__(self, problem: errors.CoppiceError) -> None:
+        self.problem = problem
+
+    def run(self, *_: Any, **__: Any) -> Any:
+        raise self.problem
+
+
+def test_refusals_are_for_the_agent_and_failures_are_not() -> None:
+    refusal = errors.CommandNotStarted("sh: the arguments are too long", code="COMMAND_NOT_STARTED", status=409)
+    done = CoppiceBackend(cast(Any, Refusing(refusal))).execute("id")
+    assert done.exit_code == 126 and "too long" in done.output
+    for failure in (errors.ConnectionFailedError("gone"), errors.Internal("x", code="INTERNAL", status=500)):
+        with pytest.raises(type(failure)):
+            CoppiceBackend(cast(Any, Refusing(failure))).execute("id")
 
 
 def test_files(backend: CoppiceBackend) -> None:

@@ -96,6 +96,8 @@ async def test_long_output(sandbox_env: SandboxEnvironment) -> None:
 async def test_programs_that_are_missing(sandbox_env: SandboxEnvironment) -> None:
     result = await sandbox_env.exec(["no-such-program"])
     assert result.returncode == 127 and "no-such-program" in result.stderr
+    result = await sandbox_env.exec(["true", "x" * (130 << 10)])  # more than one argument may have
+    assert result.returncode == 126 and "131072" in result.stderr
     result = await sandbox_env.exec(["head", "-c", "1"], input="x" * (3 << 20))  # it reads little of its input
     assert result.success and result.stdout == "x"
 
@@ -106,6 +108,27 @@ def test_registered() -> None:
     assert spec is not None and config_of(spec.config) == CoppiceConfig(checkpoint="ckpt_x")
     again = SandboxEnvironmentSpec.model_validate(SandboxEnvironmentSpec("coppice", CONFIGS["user"]).model_dump())
     assert again.config == CONFIGS["user"]
+
+
+async def test_an_image_with_a_user(vms: VMs) -> None:
+    """Root sets up, and the directory is the user's. The guest reads the image's USER from a file, at each start of a program."""
+    async with AsyncCoppice(vms.url, vms.token) as c, await c.create() as ws:
+        await ws.files.write("/etc/coppice/user", "www-data\n")
+        node = await ws.checkpoint()
+    config = CoppiceConfig(checkpoint=node.id, setup="id -un > /who", cwd="/srv/work")
+    await CoppiceSandboxEnvironment.task_init("user", config)
+    made = await CoppiceSandboxEnvironment.sample_init("user", config, {})
+    try:
+        assert await made["default"].read_file("/who") == "root\n"
+        done = await made["default"].exec(["sh", "-c", "id -un; pwd; echo mine > file && cat file"])
+        assert done.stdout == "www-data\n/srv/work\nmine\n", done.stderr
+        long = await made["default"].exec(["printf", "%.0s"] + ["x"] * (150 << 10))  # too long for a request
+        assert long.success, long.stderr
+    finally:
+        await CoppiceSandboxEnvironment.sample_cleanup("user", config, made, False)
+        await CoppiceSandboxEnvironment.task_cleanup("user", config, True)
+    async with AsyncCoppice(vms.url, vms.token) as c:
+        await (await c.checkpoint(node.id)).delete()
 
 
 @solver
@@ -129,23 +152,29 @@ def evaluated(task: Task, log_dir: Path, epochs: int) -> EvalLog:
         return run.result()[0]
 
 
+def left(vms: VMs) -> set[str]:
+    """The workspaces and checkpoints of evaluations. A sandbox of the fixtures may be among them."""
+    with Coppice(vms.url, vms.token) as c:
+        return {ws.id for ws in c.workspaces(labels=[LABEL])} | {n.id for n in c.checkpoints(labels=[LABEL])}
+
+
 def test_every_epoch_is_a_fork(vms: VMs, tmp_path: Path) -> None:
+    before = left(vms)
     config = CoppiceConfig(setup="echo once >> /prepared")
     task = Task(dataset=[Sample("a"), Sample("b")], solver=visitor(), sandbox=SandboxEnvironmentSpec("coppice", config))
     log = evaluated(task, tmp_path, epochs=2)
     assert log.status == "success", log.error
     assert log.samples is not None and len({s.output.completion for s in log.samples}) == 4
-    with Coppice(vms.url, vms.token) as c:
-        assert list(c.workspaces(labels=[LABEL])) == [] and list(c.checkpoints(labels=[LABEL])) == []
+    assert left(vms) == before
 
 
 def test_a_setup_that_fails(vms: VMs, tmp_path: Path) -> None:
+    before = left(vms)
     config = CoppiceConfig(setup="echo no >&2; exit 3")
     task = Task(dataset=[Sample("a")], solver=visitor(), sandbox=SandboxEnvironmentSpec("coppice", config))
     with pytest.raises(RuntimeError, match="status 3: no"):
         evaluated(task, tmp_path, epochs=1)
-    with Coppice(vms.url, vms.token) as c:
-        assert list(c.workspaces(labels=[LABEL])) == []
+    assert left(vms) == before
 
 
 def test_the_example(vms: VMs, examples: Path, tmp_path: Path) -> None:

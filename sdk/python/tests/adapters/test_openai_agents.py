@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from agents.sandbox.entries import File
@@ -16,7 +18,7 @@ from agents.sandbox.session.sandbox_session import SandboxSession
 from agents.sandbox.snapshot import LocalSnapshotSpec
 from conftest import VMs
 from coppice import AsyncCoppice
-from coppice.adapters.openai_agents import LABEL, CoppiceSandboxClient, CoppiceSandboxClientOptions, workspace_of
+from coppice.adapters.openai_agents import LABEL, CoppiceSandboxClient, CoppiceSandboxClientOptions, inner_of, workspace_of
 
 pytestmark = [pytest.mark.vms, pytest.mark.anyio]
 
@@ -86,6 +88,8 @@ async def test_resume(client: CoppiceSandboxClient, tmp_path: Path) -> None:
     made = await client.create(snapshot=LocalSnapshotSpec(base_path=tmp_path), options=CoppiceSandboxClientOptions(ttl=3600))
     await made.start()
     await made.write(Path("kept"), io.BytesIO(b"kept"))
+    tree = "mkdir -p v/bin && ln -s /usr/bin/python3 v/bin/python && echo 1 > v/one && ln v/one v/two && mkfifo v/pipe"
+    assert (await made.exec(tree)).ok()
     await made.stop()  # writes the snapshot
     again = await client.resume(client.deserialize_session_state(client.serialize_session_state(made.state)))
     async with again:
@@ -97,6 +101,8 @@ async def test_resume(client: CoppiceSandboxClient, tmp_path: Path) -> None:
     async with other:
         assert workspace_of(other).id != workspace_of(made).id
         assert (await other.read(Path("kept"))).read() == b"kept"
+        there = await other.exec("readlink v/bin/python; cat v/two; test -e v/pipe || echo no pipe")
+        assert there.stdout == b"/usr/bin/python3\n1\nno pipe\n"
     await client.delete(other)
 
 
@@ -106,6 +112,23 @@ async def test_a_checkpoint_as_the_beginning(client: CoppiceSandboxClient, sessi
     made = await client.create(options=CoppiceSandboxClientOptions(checkpoint=node.id))
     async with made:
         assert (await made.exec("test -e /prepared")).ok()
+    await client.delete(made)
+
+
+async def test_an_image_with_a_user(client: CoppiceSandboxClient) -> None:
+    """The directory is the user's, and a snapshot has root's files. The guest reads the image's USER from a file."""
+    async with await client.client.create() as ws:
+        await ws.files.write("/etc/coppice/user", "www-data\n")
+        node = await ws.checkpoint()
+    made = await client.create(manifest=Manifest(root="/srv/work"), options=CoppiceSandboxClientOptions(checkpoint=node.id))
+    async with made:
+        done = await made.exec("id -un; echo mine > file && cat file")
+        assert done.stdout == b"www-data\nmine\n", done.stderr
+        await workspace_of(made).files.write("/srv/work/secret", "root's", mode=0o600)
+        assert not (await made.exec("cat secret")).ok()
+        with tarfile.open(fileobj=cast(Any, await inner_of(made).persist_workspace())) as tar:
+            owners = {m.name: m.uname for m in tar}
+        assert owners["./file"] == "www-data" and owners["./secret"] == "root"
     await client.delete(made)
 
 

@@ -18,6 +18,9 @@ from deepagents.backends.sandbox import BaseSandbox
 TIMED_OUT = 124
 """The exit code of a command that was killed after its time, as of timeout(1)."""
 
+REFUSED = 126
+"""The exit code of a command that the server or the guest has refused to run, as of a shell."""
+
 MAX_FILE = 256 << 20
 
 # Both streams as one, in the order in which they were written; by bash, if the image has it.
@@ -28,7 +31,10 @@ class CoppiceBackend(BaseSandbox):
     """The files and the commands of one workspace. Who made the workspace ends it."""
 
     def __init__(self, workspace: Workspace, *, user: str | None = None, timeout: float | None = 1800) -> None:
-        """Commands run as `user`, or as the image's. One that does not say how long it may take gets `timeout` seconds."""
+        """Commands run as `user`, or as the image's; files are those of `user`, or of root.
+
+        A command that does not say how long it may take gets `timeout` seconds.
+        """
         self.workspace = workspace
         self.user = user
         self.timeout = timeout
@@ -39,7 +45,12 @@ class CoppiceBackend(BaseSandbox):
 
     def execute(self, command: str, *, timeout: int | None = None) -> ExecuteResponse:
         seconds = self.timeout if timeout is None else timeout or None  # 0 is no limit
-        result = self.workspace.run(["sh", "-c", SHELL, "sh", command], user=self.user, timeout=seconds)
+        try:
+            result = self.workspace.run(["sh", "-c", SHELL, "sh", command], user=self.user, timeout=seconds)
+        except errors.APIError as problem:
+            if not 400 <= problem.status < 500:
+                raise
+            return ExecuteResponse(output=str(problem), exit_code=REFUSED)  # such as one that is too long
         output, code = result.stdout, result.exit_code
         if result.timed_out:
             output, code = f"{output}\n(The command was killed after {seconds:g} seconds.)", TIMED_OUT

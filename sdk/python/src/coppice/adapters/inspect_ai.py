@@ -12,7 +12,10 @@ fork of the machine after it.
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Optional, Union, overload
 
 from inspect_ai.util import (
@@ -29,15 +32,19 @@ from pydantic import BaseModel, ConfigDict
 
 from coppice import AsyncCoppice, AsyncSession, AsyncWorkspace, Result, errors
 from coppice._requests import ForkLaunch
+from coppice.adapters._shielded import shielded
 
 LABEL = "inspect-task"
-"""The label of each workspace, with the task's name."""
+"""The label of each workspace and of each checkpoint, with the task's name."""
 
 MAX_STDIN = 256 << 10
 """Input up to this size goes along with the request."""
 
 MAX_COMMAND = 256 << 10
 """A longer command goes by a file: the server takes a MiB at most."""
+
+NOT_PERMITTED = ("not permitted to run", "not executable")
+"""What the guest says of a program that the user may not run."""
 
 LAUNCH = "import os, sys; p = sys.argv[1]; a = open(p, 'rb').read().split(b'\\0'); os.unlink(p); os.execvp(a[0], a)"
 
@@ -68,7 +75,7 @@ class CoppiceConfig(BaseModel):
     allow: Optional[tuple[str, ...]] = None
     """What the sandbox may reach, such as `pypi.org`; nothing otherwise, or what the checkpoint's workspace could."""
     ttl: int = 86400
-    """Seconds after which a sandbox ends, whatever became of the evaluation."""
+    """Seconds after which a sandbox ends, even if the evaluation crashed."""
 
 
 def config_of(config: SandboxEnvironmentConfigType | None) -> CoppiceConfig:
@@ -96,12 +103,35 @@ async def make(client: AsyncCoppice, task_name: str, config: CoppiceConfig, star
     )
 
 
+async def image_user(ws: AsyncWorkspace) -> str | None:
+    """Who runs commands without `user`, as numbers. None is root, or an image that cannot say."""
+    try:
+        result = await ws.run(["sh", "-c", 'echo "$(id -u):$(id -g)"'], cwd="/")
+    except (errors.CommandNotFound, errors.CommandNotStarted):
+        return None
+    who = result.stdout.strip()
+    return who if result.ok and re.fullmatch(r"[1-9]\d*:\d+", who) else None
+
+
+async def end(client: AsyncCoppice, ws: AsyncWorkspace | None) -> None:
+    """Ends a workspace, and closes its client."""
+    try:
+        if ws is not None:
+            await shielded(ws.terminate())
+    except errors.NotFoundError:
+        pass
+    finally:
+        await shielded(client.aclose())
+
+
 @sandboxenv(name="coppice")
 class CoppiceSandboxEnvironment(SandboxEnvironment):
     """One workspace. `workspace` is it, for what Inspect has no word for: checkpoints, forks, the network."""
 
     prepared: dict[CoppiceConfig, str] = {}
-    """The checkpoints after `setup`. Inspect calls `task_init` once for each configuration, without the name of a task."""
+    """The checkpoints after `setup`, by configuration: Inspect calls `task_init` without the name of a task."""
+    runs_as: str | None = None
+    """Who runs commands, if it is not root."""
 
     def __init__(self, client: AsyncCoppice, workspace: AsyncWorkspace, config: CoppiceConfig) -> None:
         super().__init__()
@@ -116,11 +146,19 @@ class CoppiceSandboxEnvironment(SandboxEnvironment):
         made = config_of(config)
         if made.setup is None:
             return
-        async with AsyncCoppice() as client, await make(client, task_name, made, made.checkpoint) as ws:
-            result = await ws.run(made.setup, timeout=made.setup_timeout)
+        if made in cls.prepared:
+            return  # Inspect calls this once more for each directory and each environment of a configuration
+        client = AsyncCoppice()
+        ws: AsyncWorkspace | None = None
+        try:
+            ws = await shielded(make(client, task_name, made, made.checkpoint), lambda ws: ws.terminate())
+            result = await ws.run(made.setup, user="root", timeout=made.setup_timeout)
             if not result.ok:
                 raise RuntimeError(f"setup failed with status {result.exit_code}: {(result.stderr or result.stdout)[-2000:]}")
-            cls.prepared[made] = (await ws.checkpoint(labels={LABEL: task_name[:128]})).id
+            node = await shielded(ws.checkpoint(labels={LABEL: task_name[:128]}), lambda node: node.delete())
+            cls.prepared[made] = node.id
+        finally:
+            await end(client, ws)
 
     @classmethod
     async def task_cleanup(cls, task_name: str, config: SandboxEnvironmentConfigType | None, cleanup: bool) -> None:
@@ -139,19 +177,19 @@ class CoppiceSandboxEnvironment(SandboxEnvironment):
     ) -> dict[str, SandboxEnvironment]:
         made = config_of(config)
         client = AsyncCoppice()
+        ws: AsyncWorkspace | None = None
         try:
-            ws = await make(client, task_name, made, cls.prepared.get(made, made.checkpoint))
-            try:
-                await ws.files.mkdir(made.cwd, parents=True)
-                if made.user is not None:
-                    await ws.run(["chown", made.user, made.cwd], check=True)
-            except BaseException:
-                await ws.terminate()
-                raise
+            start = cls.prepared.get(made, made.checkpoint)
+            ws = await shielded(make(client, task_name, made, start), lambda ws: ws.terminate())
+            await ws.files.mkdir(made.cwd, parents=True)
+            one = cls(client, ws, made)
+            one.runs_as = made.user or await image_user(ws)
+            if one.runs_as is not None:
+                await ws.run(["chown", one.runs_as, made.cwd], user="root", check=True)
         except BaseException:
-            await client.aclose()
+            await end(client, ws)
             raise
-        return {"default": cls(client, ws, made)}
+        return {"default": one}
 
     @classmethod
     async def sample_cleanup(
@@ -163,20 +201,29 @@ class CoppiceSandboxEnvironment(SandboxEnvironment):
     ) -> None:
         for environment in environments.values():
             one = environment.as_type(CoppiceSandboxEnvironment)
-            try:
-                await one.workspace.terminate()
-            except errors.NotFoundError:
-                pass
-            finally:
-                await one.client.aclose()
+            await end(one.client, one.workspace)
 
     @classmethod
     async def cli_cleanup(cls, id: str | None) -> None:
-        """Ends the workspaces that evaluations have left: all of this project, or the one of an id."""
+        """Ends workspaces of evaluations, and deletes checkpoints after `setup`: all of this project, or the one of an id.
+
+        It cannot know which evaluations still run: it ends theirs, too.
+        """
         async with AsyncCoppice() as client:
-            left = [ws async for ws in client.workspaces(labels=[LABEL]) if id in (None, ws.id, ws.name)]
-            for ws in left:
-                await ws.terminate()
+            work: list[tuple[str, Callable[[], Awaitable[object]]]] = []
+            work += [(ws.id, ws.terminate) async for ws in client.workspaces(labels=[LABEL]) if id in (None, ws.id, ws.name)]
+            work += [(n.id, n.delete) async for n in client.checkpoints(labels=[LABEL]) if id in (None, n.id, n.name)]
+            failed = 0
+            for what, remove in work:
+                try:
+                    await remove()
+                except errors.NotFoundError:
+                    pass
+                except errors.CoppiceError as problem:
+                    failed += 1
+                    print(f"{what}: {problem}", file=sys.stderr)
+        if failed:
+            raise RuntimeError(f"{failed} of {len(work)} workspaces and checkpoints are left, see above")
 
     @classmethod
     def config_deserialize(cls, config: dict[str, Any]) -> BaseModel:
@@ -184,7 +231,7 @@ class CoppiceSandboxEnvironment(SandboxEnvironment):
 
     @classmethod
     def default_concurrency(cls) -> int | None:
-        return None  # the server has quotas, and a queue
+        return None  # the server limits and queues them
 
     async def connection(self, *, user: str | None = None) -> SandboxConnection:
         return SandboxConnection(type="coppice", command=f"coppice ws shell {self.workspace.name}")
@@ -210,7 +257,9 @@ class CoppiceSandboxEnvironment(SandboxEnvironment):
         except errors.CommandNotFound as problem:
             return ExecResult(False, 127, "", f"{cmd[0]}: {problem.detail}\n")
         except errors.CommandNotStarted as problem:
-            raise PermissionError(f"{cmd[0]}: {problem.detail}") from problem
+            if any(text in problem.detail for text in NOT_PERMITTED):
+                raise PermissionError(f"{cmd[0]}: {problem.detail}") from problem
+            return ExecResult(False, 126, "", f"{problem.detail}\n")
         except (errors.InvalidField, errors.FileNotFound) as problem:  # of the user, or of the directory
             return ExecResult(False, 126, "", f"{cmd[0]}: {problem.detail}{f' (user {who})' if who else ''}\n")
         except UNAVAILABLE as problem:
@@ -226,17 +275,20 @@ class CoppiceSandboxEnvironment(SandboxEnvironment):
         words = "\0".join(cmd).encode()
         if len(words) > MAX_COMMAND:
             path = f"/tmp/.coppice-{uuid.uuid4().hex}"
-            await self.workspace.files.write(path, words, mode=0o600, user=user)
+            await self.workspace.files.write(path, words, mode=0o600, user=user or self.runs_as)
             cmd = ["python3", "-c", LAUNCH, path]
         much = stdin is not None and len(stdin) > MAX_STDIN
-        session = await self.workspace.start(
-            cmd, stdin=None if much else stdin, stdin_open=much, cwd=cwd, env=env, user=user, timeout=timeout
+        session = await shielded(
+            self.workspace.start(
+                cmd, stdin=None if much else stdin, stdin_open=much, cwd=cwd, env=env, user=user, timeout=timeout
+            ),
+            lambda session: session.delete(),
         )
         writer = asyncio.create_task(feed(session, stdin)) if much and stdin is not None else None
         try:
             return await session.result(limit=SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE)
         except asyncio.CancelledError:
-            await asyncio.shield(session.delete())  # the sample is over: nobody would end the program
+            await shielded(session.delete())  # nothing else would end the program
             raise
         finally:
             if writer is not None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import io
 import posixpath
+import re
 import tarfile
 import tempfile
 import uuid
 from pathlib import Path
-from typing import Any, Literal, Optional, cast
+from typing import IO, Any, Literal, Optional, cast
 
 from agents.sandbox.errors import (
     ExecTimeoutError,
@@ -37,8 +38,9 @@ from agents.sandbox.session.workspace_payloads import coerce_write_payload
 from agents.sandbox.snapshot import SnapshotBase, SnapshotSpec, resolve_snapshot
 from agents.sandbox.types import ExecResult, ExposedPortEndpoint, User
 from agents.sandbox.util.tar_utils import UnsafeTarMemberError, validate_tarfile
-from coppice import AsyncCoppice, AsyncWorkspace, errors
+from coppice import AsyncCoppice, AsyncSession, AsyncWorkspace, errors
 from coppice._requests import ForkLaunch
+from coppice.adapters._shielded import shielded
 
 LABEL = "openai-agents"
 """The label of each workspace that a client makes, by which those that a program left can be found."""
@@ -46,7 +48,26 @@ LABEL = "openai-agents"
 MAX_READ = 256 << 20
 MAX_OUTPUT = 10 << 20
 """How much of each output stream a command returns: the end of it."""
-MAX_ARCHIVE = 4 << 30
+MAX_MEMBERS = 250_000
+MAX_HEADERS = 256 << 20
+"""How many members an archive of a guest may have, and how many bytes of headers."""
+MAX_HEADER = 1 << 20
+
+# What an archive can restore: no pipe, device or socket. $1 is the archive, $2 the directory, and the others are paths below
+# it to leave out.
+PACK = """
+set -eu
+archive=$1 root=$2
+shift 2
+cd -- "$root"
+umask 077
+for path; do
+    set -- "$@" -path "$path" -prune -o
+    shift
+done
+find . "$@" \\( -type f -o -type d -o -type l \\) -print0 > "$archive.list"
+tar --no-recursion --hard-dereference --null -T "$archive.list" -cf "$archive"
+"""
 
 
 class CoppiceSandboxClientOptions(BaseSandboxClientOptions):
@@ -64,7 +85,9 @@ class CoppiceSandboxClientOptions(BaseSandboxClientOptions):
     """What it may reach, such as `pypi.org`; nothing otherwise, or what the checkpoint's workspace could."""
     exposed_ports: tuple[int, ...] = ()
     ttl: int = 86400
-    """Seconds after which it ends, whatever became of the program."""
+    """Seconds after which it ends, even if the program crashed."""
+    max_archive: int = 1 << 30
+    """The most bytes of files that a snapshot keeps."""
 
 
 class CoppiceSandboxSessionState(SandboxSessionState):
@@ -95,7 +118,16 @@ class CoppiceSandboxSession(BaseSandboxSession):
             await self.workspace.resume()
 
     async def _prepare_backend_workspace(self) -> None:
-        await self.workspace.files.mkdir(self.state.manifest.root, parents=True)
+        root = self.state.manifest.root
+        await self.workspace.files.mkdir(root, parents=True)
+        if (await self.workspace.files.stat(root)).uid == 0:
+            # The image's user may be another one, who runs the agent's commands.
+            who = await self._run(["sh", "-c", 'echo "$(id -u):$(id -g)"'], None, None, cwd="/")
+            owner = who.stdout.decode("ascii", "replace").strip()
+            if who.ok() and re.fullmatch(r"[1-9]\d*:\d+", owner):
+                given = await self._run(["chown", owner, root], None, "root", cwd="/")
+                if not given.ok():
+                    raise RuntimeError(f"{root} cannot be given to {owner}: {given.stderr.decode('utf-8', 'replace')[-2000:]}")
         self._root_ready = True
 
     async def _shutdown_backend(self) -> None:
@@ -126,12 +158,18 @@ class CoppiceSandboxSession(BaseSandboxSession):
     async def _exec_internal(self, *command: str | Path, timeout: float | None = None) -> ExecResult:
         return await self._run([str(c) for c in command], timeout, None)
 
-    async def _run(self, words: list[str], timeout: float | None, user: str | None) -> ExecResult:
+    async def _run(self, words: list[str], timeout: float | None, user: str | None, cwd: str | None = None) -> ExecResult:
         env = await self.state.manifest.environment.resolve()
-        cwd = self.state.manifest.root if self._root_ready else "/"
+        if cwd is None:
+            cwd = self.state.manifest.root if self._root_ready else "/"
         try:
-            session = await self.workspace.start(words, cwd=cwd, env=env, user=user, timeout=timeout)
-            result = await session.result(limit=MAX_OUTPUT)
+            begun = self.workspace.start(words, cwd=cwd, env=env, user=user, timeout=timeout)
+            session = await shielded(begun, lambda session: session.delete())
+            try:
+                result = await session.result(limit=MAX_OUTPUT)
+            except BaseException:
+                await ended(session)
+                raise
         except errors.CommandNotFound as problem:
             return ExecResult(stdout=b"", stderr=f"{words[0]}: {problem.detail}\n".encode(), exit_code=127)
         except errors.CommandNotStarted as problem:
@@ -190,41 +228,58 @@ class CoppiceSandboxSession(BaseSandboxSession):
             raise WorkspaceArchiveWriteError(path=path, cause=problem) from problem
 
     async def persist_workspace(self) -> io.IOBase:
-        """The working directory as an archive, which the guest's tar makes. A checkpoint has all of the machine instead."""
+        """The working directory as an archive, which the guest's tar makes as root. A checkpoint has all of the machine instead.
+
+        Hard links become files of their own. Pipes, devices and sockets are left out. What `hydrate_workspace` would refuse is
+        an error here, while the files are there.
+        """
         root = self._workspace_root_path()
         where = f"/var/tmp/.coppice-{uuid.uuid4().hex}.tar"
-        skip = [f"--exclude=./{path.as_posix()}" for path in sorted(self._persist_workspace_skip_relpaths())]
+        skip = [f"./{fnmatch_escaped(path.as_posix())}" for path in sorted(self._persist_workspace_skip_relpaths())]
         archive = tempfile.TemporaryFile()  # the reader closes it
         try:
-            made = await self.exec("tar", "-C", root.as_posix(), *skip, "-cf", where, ".", shell=False)
+            made = await self._run(["sh", "-c", PACK, "sh", where, root.as_posix(), *skip], None, "root")
             if not made.ok():
                 raise WorkspaceArchiveReadError(path=root, context={"stderr": made.stderr.decode("utf-8", "replace")[-2000:]})
             size = 0
             async for piece in self.workspace.files.stream(where):
                 size += len(piece)
-                if size > MAX_ARCHIVE:
-                    raise WorkspaceArchiveReadError(path=root, context={"reason": f"it has more than {MAX_ARCHIVE} bytes"})
+                if size > self.state.options.max_archive:
+                    reason = f"it has more than {self.state.options.max_archive} bytes: see max_archive of the options"
+                    raise WorkspaceArchiveReadError(path=root, context={"reason": reason})
                 archive.write(piece)
+            validate(archive)
             archive.seek(0)
-        except errors.CoppiceError as problem:
+        except UnsafeTarMemberError as problem:
+            archive.close()
+            context = {"reason": problem.reason, "member": problem.member}
+            raise WorkspaceArchiveReadError(path=root, context=context, cause=problem) from problem
+        except (tarfile.TarError, OSError, errors.CoppiceError) as problem:
             archive.close()
             raise WorkspaceArchiveReadError(path=root, cause=problem) from problem
         except BaseException:
             archive.close()
             raise
         finally:
-            await self.exec("rm", "-f", where, shell=False)
+            for path in (where, where + ".list"):
+                try:
+                    await shielded(self.workspace.files.remove(path))
+                except errors.CoppiceError:
+                    pass  # an error that led here says more
         return cast(io.IOBase, archive)
 
     async def hydrate_workspace(self, data: io.IOBase) -> None:
         root = self._workspace_root_path()
         with tempfile.TemporaryFile() as archive:
+            size = 0
             for piece in pieces(data):
+                size += len(piece)
+                if size > self.state.options.max_archive:
+                    reason = f"it has more than {self.state.options.max_archive} bytes: see max_archive of the options"
+                    raise WorkspaceArchiveWriteError(path=root, context={"reason": reason})
                 archive.write(piece)
-            archive.seek(0)
             try:
-                with tarfile.open(fileobj=archive, mode="r:*") as tar:
-                    validate_tarfile(tar, allow_external_symlink_targets=False)
+                validate(archive)
             except UnsafeTarMemberError as problem:
                 context = {"reason": problem.reason, "member": problem.member}
                 raise WorkspaceArchiveWriteError(path=root, context=context, cause=problem) from problem
@@ -258,6 +313,18 @@ class CoppiceSandboxClient(BaseSandboxClient[CoppiceSandboxClientOptions]):
 
     def __init__(self, client: AsyncCoppice | None = None) -> None:
         self.client = client or AsyncCoppice()
+        self._own = client is None
+
+    async def __aenter__(self) -> CoppiceSandboxClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Closes the connections of a client that was made here. One that was given is its owner's."""
+        if self._own:
+            await self.client.aclose()
 
     async def create(
         self,
@@ -268,7 +335,12 @@ class CoppiceSandboxClient(BaseSandboxClient[CoppiceSandboxClientOptions]):
     ) -> SandboxSession:
         made = options or CoppiceSandboxClientOptions()
         wanted = self._validate_manifest_for_create(manifest if manifest is not None else Manifest())
-        return self._session(await self._make(made), made, wanted, snapshot)
+        ws = await shielded(self._make(made), lambda ws: ws.terminate())
+        try:
+            return self._session(ws, made, wanted, snapshot)
+        except BaseException:
+            await shielded(ws.terminate())
+            raise
 
     async def attach(self, workspace: AsyncWorkspace | str, *, manifest: Manifest | None = None) -> SandboxSession:
         """A session over a workspace that is there, such as a fork. `delete` ends the workspace."""
@@ -297,7 +369,7 @@ class CoppiceSandboxClient(BaseSandboxClient[CoppiceSandboxClientOptions]):
                 ws = None
         preserved = ws is not None
         if ws is None:
-            ws = await self._make(state.options)
+            ws = await shielded(self._make(state.options), lambda ws: ws.terminate())
             state.workspace_id, state.workspace_root_ready = ws.id, False
         inner = CoppiceSandboxSession(ws, state)
         inner._set_start_state_preserved(preserved)
@@ -352,3 +424,50 @@ def pieces(stream: io.IOBase) -> Any:
     """The bytes of a stream."""
     while piece := stream.read(1 << 18):
         yield piece.encode() if isinstance(piece, str) else bytes(piece)
+
+
+async def ended(session: AsyncSession) -> None:
+    """Kills a command whose result nobody waits for."""
+    try:
+        await shielded(session.delete())
+    except errors.CoppiceError:
+        pass  # the error that led here says more
+
+
+def fnmatch_escaped(path: str) -> str:
+    """A path as a pattern of find."""
+    return re.sub(r"([\\*?\[])", r"\\\1", path)
+
+
+class Headers:
+    """Reads no more of a file than the headers of an archive may have."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._left = MAX_HEADERS
+
+    def read(self, size: int = -1) -> bytes:
+        self._left -= size
+        if not 0 <= size <= MAX_HEADER or self._left < 0:
+            raise tarfile.ReadError("the headers of the archive are too large")
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def validate(archive: IO[bytes]) -> None:
+    """Refuses what must not be unpacked. A guest may have made the archive.
+
+    Links may lead out of the directory, as those of a virtual environment of Python do: it is unpacked in a machine, which no
+    link leaves. No member is below a link.
+    """
+    archive.seek(0)
+    with tarfile.open(fileobj=cast(IO[bytes], Headers(archive)), mode="r:") as tar:  # not compressed: nothing grows
+        for number, _ in enumerate(tar):
+            if number >= MAX_MEMBERS:
+                raise tarfile.ReadError(f"the archive has more than {MAX_MEMBERS} members")
+        validate_tarfile(tar)
