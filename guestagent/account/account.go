@@ -46,7 +46,7 @@ type Account struct {
 }
 
 // Lookup resolves "name", "uid", "name:group" and "uid:gid" with the workload's /etc/passwd and /etc/group. An
-// empty user is root. Neither for it nor for the name "root" passwd need be there: it only names another shell.
+// empty user is root. A missing passwd is no error for it and for the name "root": it could only name another shell.
 func Lookup(user string) (Account, error) { return lookup(user, "/etc/passwd") }
 
 func lookup(user, passwd string) (Account, error) {
