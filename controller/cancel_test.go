@@ -4,6 +4,7 @@ import (
 	"context"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -68,6 +69,47 @@ func TestCancelLeavesTheNextCapture(t *testing.T) {
 	}
 	w.runner.Hook(nil)
 	w.resume(ws.ID)
+	w.consistent()
+}
+
+// TestCanceledCaptureIsResumed: a fork of a workspace is canceled while it captures, and its controller dies. The next controller finishes the
+// capture, because nobody knows how far the runner is. The checkpoint stays, the workspace goes on, and nothing is forked.
+func TestCanceledCaptureIsResumed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	g := w.gate(runnertest.PointCapture)
+	store := &dying{Store: w.store}
+	store.left.Store(-1)
+	first, stop := w.startOn(store, controller.Config{LoopInterval: time.Hour, OperationLease: time.Hour, ShutdownGrace: time.Millisecond})
+	a, err := first.ForkWorkspace(t.Context(), w.project, ws.ID, controller.CheckpointRequest{}, controller.ForkRequest{Count: 1}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-g.reached
+	if _, err := w.CancelOperation(t.Context(), w.project, a.Operation.ID, 0); err != nil {
+		t.Fatal(err)
+	}
+	store.dead.Store(true)
+	stop()
+	w.sql(`UPDATE operations SET lease_expires_at = now() WHERE state = 'running'`) // time goes by
+	close(g.open)
+	eventually(t, "the operation has ended", func() bool {
+		return w.number(`SELECT count(*) FROM operations WHERE state IN ('pending', 'running')`) == 0
+	})
+	end, err := w.Operation(t.Context(), w.project, a.Operation.ID, 0)
+	if err != nil || end.Operation.Problem == nil || end.Operation.Problem.Code != core.CodeOperationCanceled {
+		t.Errorf("the operation: %+v, %v", end.Operation, err)
+	}
+	if n := w.number(`SELECT count(*) FROM checkpoints WHERE state = 'captured' AND parent_id IS NOT NULL`); n != 1 {
+		t.Errorf("%d checkpoints are captured, want 1", n)
+	}
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("the workspace is %s", got)
+	}
+	if n := w.number(`SELECT count(*) FROM workspaces WHERE state = 'ready'`); n != 1 {
+		t.Errorf("%d workspaces are ready, want only the parent", n)
+	}
 	w.consistent()
 }
 

@@ -264,6 +264,9 @@ func TestRunnerStaysAway(t *testing.T) {
 		if kind.point == runnertest.PointDeleteSandbox || name == "suspend" {
 			continue // what stops a machine insists: TestSuspendInsists
 		}
+		if strings.HasPrefix(name, "step") {
+			continue // the problem is that of an action, whose workspace is terminated: TestRunnerStaysAwayFromAStep
+		}
 		after := core.WorkspaceReady
 		if name == "resume" {
 			after = core.WorkspaceSuspended

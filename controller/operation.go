@@ -76,9 +76,11 @@ func newEngine(c *Controller) *engine {
 			return work{c, k}, err
 		},
 		Result: c.result, Whole: whole, Cancelable: func(k OperationKind) bool { return cancelable[k] },
+		Interruptible: func(op Operation) bool { return op.Kind != OpForkWorkspace || op.Step == "fork" },
 		Ended: func(op Operation, result Result) {
 			c.ShowQueued(result.Checkpoint)
 			c.metrics.operationEnded(op, result)
+			c.Steps.Ended(op.ID)
 		},
 		Hint: c.Events.Hint, Log: c.log,
 	}, c.store)

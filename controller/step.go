@@ -52,7 +52,6 @@ func (k *stepCheckpoint) step(c *Controller, t *task) steps.Step {
 }
 
 func (k *stepCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
-	defer c.Steps.Ended(t.ID())
 	if err := c.Steps.Run(ctx, k.step(c, t)); err != nil {
 		return err
 	}

@@ -243,6 +243,35 @@ func TestKilledStep(t *testing.T) { //nolint:tparallel // each part says whether
 	}
 }
 
+// TestRunnerStaysAwayFromAStep: a runner forks or captures, and never says so. The action ends with that problem, and nothing else of it is left.
+func TestRunnerStaysAwayFromAStep(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{runnertest.PointFork, runnertest.PointCapture} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.RunnerRetry = 200 * time.Millisecond })
+			ws := w.create("main")
+			cp := w.checkpoint(ws.ID)
+			w.runner.Hook(func(_ context.Context, at, _ string) error {
+				if at == point+runnertest.Done {
+					return runnertest.ErrVanish
+				}
+				return nil
+			})
+			results := w.step(cp.ID, 0, command("inc"))
+			if len(results) != 1 || results[0].Kept != steps.KeepNothing || results[0].Problem == nil || results[0].Problem.Code != core.CodeRunnerUnreachable {
+				t.Errorf("%+v", results)
+			}
+			if n := w.number(`SELECT count(*) FROM workspaces WHERE state = 'ready'`); n != 1 {
+				t.Errorf("%d workspaces are ready, want only the parent", n)
+			}
+			w.runner.Hook(nil)
+			w.beat()
+			w.consistent()
+		})
+	}
+}
+
 // TestCancelStep cancels a step while one action has ended and another is in each phase.
 func TestCancelStep(t *testing.T) {
 	t.Parallel()
@@ -287,19 +316,11 @@ func TestCancelStep(t *testing.T) {
 					return w.number(`SELECT count(*) FROM step_actions WHERE phase = 'running' AND index = 1`) == 1
 				})
 			}
-			canceled := make(chan error, 1)
-			go func() {
-				_, err := w.CancelOperation(t.Context(), w.project, a.Operation.ID, wait)
-				canceled <- err
-			}()
-			eventually(t, "the cancel is noted", func() bool {
-				return w.number(`SELECT count(*) FROM operations WHERE id = $1 AND cancel_requested_at IS NOT NULL`, a.Operation.ID) == 1
-			})
-			if g != nil {
-				close(g.open)
-			}
-			if err := <-canceled; err != nil {
+			if _, err := w.CancelOperation(t.Context(), w.project, a.Operation.ID, 0); err != nil {
 				t.Fatal(err)
+			}
+			if g != nil { // the work has been interrupted
+				close(g.open)
 			}
 			end, err := w.Operation(t.Context(), w.project, a.Operation.ID, wait)
 			if err != nil || end.Operation.Problem == nil || end.Operation.Problem.Code != core.CodeOperationCanceled {

@@ -5,6 +5,7 @@ import (
 	"reflect"
 	"testing"
 
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -17,6 +18,8 @@ func TestStoredInputs(t *testing.T) {
 		capture  = `"capture":"ckpt_2","epoch":3,"sandbox":"sbx_9"`
 		switched = `"source":"ckpt_1","epoch":3,"sandbox":"sbx_9","next":"sbx_10"`
 		plan     = `"prune":{"items":[{"checkpoint_id":"ckpt_1","reason":"age","bytes":7}],"planned":1,"kept":2,"kept_bytes":9}`
+		request  = `"fork":{"Count":0,"Name":"","AllOrNothing":false,"Spread":false,"Egress":"","Allow":["example.com"],"Env":{"A":"1"},
+			"Grants":{"None":false,"Names":["token"]},"Labels":{"b":"2"},"TTL":60,"IdlePolicy":{"IdleAfter":0,"OnIdle":"","AutoResume":false,"OnTTL":""}}`
 	)
 	list := []childInput{{"ws_1", "sbx_1"}, {"ws_2", "sbx_2"}}
 	captured := captureInput{Capture: "ckpt_2", Epoch: 3, Sandbox: "sbx_9"}
@@ -40,6 +43,9 @@ func TestStoredInputs(t *testing.T) {
 		{OpResumeWorkspace, `{"source":"ckpt_1","epoch":3,"next":"sbx_10"}`, &resumeWorkspace{switchInput{Source: "ckpt_1", Epoch: 3, Next: "sbx_10"}}},
 		{OpPruneCheckpoints, `{` + plan + `}`, &pruneCheckpoints{Prune: &PruneResult{
 			Items: []PruneItem{{ID: "ckpt_1", Reason: "age", Bytes: 7}}, Planned: 1, Kept: 2, KeptBytes: 9,
+		}}},
+		{OpStepCheckpoint, `{"parallel":8,` + request + `}`, &stepCheckpoint{Parallel: 8, Fork: ForkRequest{
+			Allow: &[]string{"example.com"}, Env: map[string]string{"A": "1"}, Labels: map[string]string{"b": "2"}, TTL: 60, Grants: grants.Choice{Names: []string{"token"}},
 		}}},
 	} {
 		seen[c.kind] = true

@@ -144,7 +144,7 @@ func (r *Runner) prepare(ctx context.Context, want forecast.Want) (_ *preparedMa
 	return m, nil
 }
 
-var errArriving = core.Errorf(core.Exhausted, core.CodeCapacity, "memory or root file system of the checkpoint is still arriving")
+var errArriving = core.Errorf(core.FailedPrecondition, core.CodeCapacity, "memory or root file system of the checkpoint is still arriving")
 
 func (m *preparedMachine) lower(context.Context) error {
 	if m.Pager != "" {

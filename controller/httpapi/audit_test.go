@@ -177,7 +177,7 @@ func TestEveryChangeIsRecorded(t *testing.T) {
 				// As the owner: what changes the fleet is the system project's. That a secret went to a host has an action of its own.
 				var all, good int
 				if err := x.w.conn().QueryRow(t.Context(), `
-					SELECT count(*), count(*) FILTER (WHERE action IN ($2, 'unsealGrants') AND actor LIKE 'key_%' AND source = '127.0.0.1' AND object_id <> '' AND project_id LIKE 'prj_%')
+					SELECT count(*), count(*) FILTER (WHERE action IN ($2, 'unsealGrants', 'putFile') AND actor LIKE 'key_%' AND source = '127.0.0.1' AND object_id <> '' AND project_id LIKE 'prj_%')
 					FROM audit_records WHERE request_id = $1`, got.header.Get("X-Request-Id"), op.OperationID).Scan(&all, &good); err != nil {
 					t.Fatal(err)
 				}

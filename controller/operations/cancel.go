@@ -30,12 +30,23 @@ func (e *Engine[T, R]) Cancel(ctx context.Context, project core.ProjectID, id co
 		return Answer[R]{}, err
 	}
 	if !op.State.Done() {
+		if op.LeaseOwner == e.owner && e.cfg.Interruptible(op) {
+			e.interrupt(id)
+		}
 		select {
 		case e.wake <- struct{}{}:
 		default:
 		}
 	}
 	return e.Operation(ctx, project, id, wait)
+}
+
+func (e *Engine[T, R]) interrupt(id core.OperationID) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if t := e.running[id]; t != nil {
+		t.cancel(errCanceled)
+	}
 }
 
 // interruptCanceled ends the work on this engine's operations that are to be canceled.
@@ -45,12 +56,8 @@ func (e *Engine[T, R]) interruptCanceled(ctx context.Context) error {
 		list, err = tx.Operations(ctx, Filter{Page: model.Page{Limit: claimBatch}, CanceledOf: e.owner})
 		return err
 	})
-	e.mu.Lock()
-	defer e.mu.Unlock()
 	for _, op := range list {
-		if t := e.running[op.ID]; t != nil {
-			t.cancel(errCanceled)
-		}
+		e.interrupt(op.ID)
 	}
 	return err
 }

@@ -55,6 +55,8 @@ type Config[T Tx, R any] struct {
 	Whole func(Answer[R]) error
 	// Cancelable says whether operations of a kind can be canceled: that their TakeBack changes nothing that was there before.
 	Cancelable func(Kind) bool
+	// Interruptible says whether a canceled operation can be interrupted at the step that it has come to. The rows of Filter.CanceledOf are such.
+	Interruptible func(op Operation) bool
 	// Ended is called for each operation that has ended here.
 	Ended func(op Operation, result R)
 	// Hint is called when an operation has ended, here or elsewhere.
@@ -268,9 +270,7 @@ func (e *Engine[T, R]) start(t *Task[T, R]) {
 	going := core.WithOperationID(core.WithRequestID(request.WithOrigin(e.runCtx, origin), t.op.RequestID), t.op.ID)
 	ctx, cancel := context.WithCancelCause(going)
 	t.cancel, t.accepted = cancel, t.op
-	if !t.op.CancelAt.IsZero() { // it is resumed
-		cancel(errCanceled)
-	}
+	t.interruptResumed()
 	e.mu.Lock()
 	e.running[t.op.ID] = t
 	e.mu.Unlock()
@@ -280,7 +280,7 @@ func (e *Engine[T, R]) start(t *Task[T, R]) {
 		ctx, span := t.span(ctx)
 		t.err = t.undone(going, ctx, e.attempt(ctx, t))
 		if t.err != nil && ctx.Err() == nil && !errors.Is(t.err, ErrLeaseLost) {
-			t.err = t.work.TakeBack(ctx, t, t.err)
+			t.err = t.work.TakeBack(going, t, t.err)
 		}
 		t.endSpan(ctx, span)
 		e.mu.Lock()

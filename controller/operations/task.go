@@ -201,8 +201,16 @@ func (t *Task[T, R]) Advance(ctx context.Context, step string, fn func(tx T) err
 	})
 	if err == nil {
 		t.op.Step = step
+		t.interruptResumed()
 	}
 	return err
+}
+
+// interruptResumed interrupts an operation that was canceled before it was resumed, once it has come to a step at which it can be interrupted.
+func (t *Task[T, R]) interruptResumed() {
+	if !t.op.CancelAt.IsZero() && t.e.cfg.Interruptible(t.op) {
+		t.cancel(errCanceled)
+	}
 }
 
 // Step records a named step in a transaction of the Work. A resumed operation begins there.

@@ -142,7 +142,7 @@ func (s *Stepper) Run(ctx context.Context, step Step) error {
 			if ctx.Err() != nil {
 				return context.Cause(ctx)
 			}
-			return w.act(ctx, r.Index, r.Phase != Pending)
+			return w.guarded(ctx, r.Index, func() error { return w.act(ctx, r.Index, r.Phase != Pending) })
 		})
 	}
 	return group.Wait()
@@ -174,7 +174,8 @@ func (s *Stepper) TakeBack(ctx context.Context, step Step, why error) error {
 		}
 		group.Go(func() error {
 			for { // a transaction of the controller that had the lease before may still move the action
-				if err := w.takeBack(ctx, r.Index, why); !errors.Is(err, ErrMoved) {
+				err := w.guarded(ctx, r.Index, func() error { return w.takeBack(ctx, r.Index, why) })
+				if !errors.Is(err, ErrMoved) {
 					return err
 				}
 			}
@@ -262,27 +263,34 @@ func (w *work) act(ctx context.Context, index int, holds bool) error {
 	}
 }
 
-// advance takes an action out of its phase. A panic ends this action as failed, not the controller. begun says that the action has a workspace
-// from now on.
-func (w *work) advance(ctx context.Context, row *Row, watch *core.Stopwatch) (begun bool, err error) {
+// guarded does something for an action. A panic is an error of it, and does not end the controller.
+func (w *work) guarded(ctx context.Context, action int, do func() error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
-			w.log.ErrorContext(ctx, "action of a step panicked", "operation_id", w.ID, "action", row.Index, "panic", fmt.Sprint(r), "stack", string(debug.Stack()))
+			w.log.ErrorContext(ctx, "action of a step panicked", "operation_id", w.ID, "action", action, "panic", fmt.Sprint(r), "stack", string(debug.Stack()))
 			err = core.Errorf(core.Internal, core.CodeInternal, "something went wrong inside Coppice; the log has the cause under operation %s", w.ID)
 		}
 	}()
-	switch row.Phase {
-	case Pending:
-		return w.fork(ctx, row)
-	case Forking:
-		err = w.prepare(ctx, row, watch)
-	case Running:
-		err = w.run(ctx, row, watch)
-	case Capturing:
-		err = w.captured(ctx, row, watch)
-	case Ended:
-	}
-	return false, err
+	return do()
+}
+
+// advance takes an action out of its phase. A panic ends this action as failed. begun says that the action has a workspace from now on.
+func (w *work) advance(ctx context.Context, row *Row, watch *core.Stopwatch) (begun bool, err error) {
+	err = w.guarded(ctx, row.Index, func() (err error) {
+		switch row.Phase {
+		case Pending:
+			begun, err = w.fork(ctx, row)
+		case Forking:
+			err = w.prepare(ctx, row, watch)
+		case Running:
+			err = w.run(ctx, row, watch)
+		case Capturing:
+			err = w.captured(ctx, row, watch)
+		case Ended:
+		}
+		return err
+	})
+	return begun, err
 }
 
 // stops reports whether an error ends the work on the whole step here, instead of one action.
@@ -308,13 +316,10 @@ func (w *work) fork(ctx context.Context, row *Row) (begun bool, err error) {
 		return tx.MoveStepAction(ctx, w.Ref, Move{Index: row.Index, From: Pending, To: Forking, Fork: b.Operation, Workspace: b.Workspace})
 	}
 	for {
-		freed := w.try()
-		err := w.inLine(ctx, func() error { return w.insist(ctx, func() error { return w.Fork(ctx, row.Action.Name, note) }) })
-		if err == nil || errors.Is(err, ErrMoved) {
-			w.hold()
+		freed, hopeless, begun, err := w.try(ctx, func() error { return w.Fork(ctx, row.Action.Name, note) })
+		if begun {
 			return true, err
 		}
-		hopeless := w.leave(freed)
 		if !full(err) {
 			return false, err
 		}
@@ -352,8 +357,24 @@ func full(err error) bool {
 	return core.CodeOf(err) == core.CodeQuotaExceeded
 }
 
-// try counts an action that looks for room. It returns a channel that is closed when another action of the step leaves its room.
-func (w *work) try() (freed <-chan struct{}) {
+// try begins a fork. Meanwhile the action counts as one that looks for room. freed is closed when another action of the step gives up its room,
+// hopeless when nobody will.
+func (w *work) try(ctx context.Context, fork func() error) (freed, hopeless <-chan struct{}, begun bool, err error) {
+	freed = w.look()
+	defer func() { // also after a panic
+		if begun {
+			w.hold()
+		} else {
+			hopeless = w.leave(freed)
+		}
+	}()
+	err = w.inLine(ctx, func() error { return w.insist(ctx, fork) })
+	begun = err == nil || errors.Is(err, ErrMoved)
+	return freed, nil, begun, err
+}
+
+// look counts an action that looks for room. It returns a channel that is closed when another action of the step gives up its room.
+func (w *work) look() (freed <-chan struct{}) {
 	w.room.Lock()
 	defer w.room.Unlock()
 	w.trying++
@@ -417,8 +438,11 @@ func (w *work) prepare(ctx context.Context, row *Row, watch *core.Stopwatch) err
 }
 
 func (w *work) write(ctx context.Context, row *Row) error {
-	ws, err := w.uses.Workspace(ctx, w.Project, row.Workspace)
-	if err != nil {
+	var ws model.Workspace
+	if err := w.insist(ctx, func() (err error) {
+		ws, err = w.uses.Workspace(ctx, w.Project, row.Workspace)
+		return err
+	}); err != nil {
 		return err
 	}
 	for i, f := range row.Action.Files {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"math"
 	"slices"
 	"time"
@@ -169,10 +170,10 @@ type Tx interface {
 }
 
 // ErrMoved says that an action is no longer in the phase in which it was read.
-var ErrMoved = core.Errorf(core.Conflict, "STEP_ACTION_MOVED", "the action is in another phase")
+var ErrMoved = errors.New("the action is in another phase")
 
 // errTooLong is the problem of the actions that have not ended when the step has taken too long.
-var errTooLong = core.Errorf(core.Exhausted, core.CodeTimedOut, "the step has taken longer than %v; try fewer actions, or more at the same time", maxTime)
+var errTooLong = core.Errorf(core.TimedOut, core.CodeTimedOut, "the step has taken longer than %v; try fewer actions, or more at the same time", maxTime)
 
 // Check completes the actions of a request, and refuses those that cannot be carried out.
 func Check(actions []Action, parallel int) (int, error) {

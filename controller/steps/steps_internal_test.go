@@ -50,8 +50,11 @@ func TestPanicOfAnAction(t *testing.T) {
 	if _, err := w.advance(t.Context(), &Row{Phase: Pending}, core.NewStopwatch()); core.CodeOf(err) != core.CodeInternal {
 		t.Error(err)
 	}
-	if len(w.line) != 0 {
-		t.Error("it is still in line")
+	if len(w.line) != 0 || w.trying != 0 || w.holding != 0 {
+		t.Errorf("it is still in line, or counted: %d, %d look for room, %d have it", len(w.line), w.trying, w.holding)
+	}
+	if err := w.guarded(t.Context(), 0, func() error { panic("in its termination") }); core.CodeOf(err) != core.CodeInternal {
+		t.Error(err)
 	}
 }
 

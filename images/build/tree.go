@@ -237,9 +237,15 @@ func writeDefaults(root *os.Root, d sessionDefaults) error {
 	return nil
 }
 
+// maxVariable bounds a variable of an image, in bytes. The agent reads the file by lines of at most 64 KiB.
+const maxVariable = 32 << 10
+
 // checkEnv refuses names and values that the file's format cannot hold.
 func checkEnv(env map[string]string) error {
 	for k, v := range env {
+		if len(k)+len(v) > maxVariable {
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "the environment variable %q has %d bytes; an image can have at most %d for one variable", core.Clip(k), len(k)+len(v), maxVariable)
+		}
 		if k == "" || strings.ContainsAny(k, "=\n\x00 #") || strings.ContainsAny(v, "\n\x00") {
 			return core.Errorf(core.Invalid, core.CodeInvalidField, "the environment variable %q cannot be stored: a name must have no blank, '#' or '=', a value no line break", core.Clip(k))
 		}

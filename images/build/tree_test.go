@@ -271,12 +271,12 @@ func TestLintTree(t *testing.T) {
 
 func TestCheckEnv(t *testing.T) {
 	t.Parallel()
-	for _, env := range []map[string]string{{"": "x"}, {"A=B": "x"}, {"A\nB": "x"}, {"A": "x\ny"}, {"A B": "x"}, {"#A": "x"}, {"A": "\x00"}} {
+	for _, env := range []map[string]string{{"": "x"}, {"A=B": "x"}, {"A\nB": "x"}, {"A": "x\ny"}, {"A B": "x"}, {"#A": "x"}, {"A": "\x00"}, {"A": strings.Repeat("x", maxVariable)}} {
 		if err := checkEnv(env); core.CodeOf(err) != core.CodeInvalidField {
 			t.Errorf("checkEnv(%q) = %v", env, err)
 		}
 	}
-	if err := checkEnv(map[string]string{"PATH": "/bin", "X_1": "a=b # c"}); err != nil {
+	if err := checkEnv(map[string]string{"PATH": "/bin", "X_1": "a=b # c", "L": strings.Repeat("x", maxVariable-1)}); err != nil {
 		t.Error(err)
 	}
 }

@@ -2,6 +2,7 @@ package registry
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/miekg/dns"
@@ -165,4 +167,30 @@ type loggedIn struct{}
 
 func (loggedIn) Resolve(authn.Resource) (authn.Authenticator, error) {
 	return authn.FromConfig(authn.AuthConfig{Username: "ann", Password: "secret"}), nil
+}
+
+// hangingKeychain is a credential helper that does not answer, or fails.
+type hangingKeychain chan struct{}
+
+func (k hangingKeychain) Resolve(authn.Resource) (authn.Authenticator, error) {
+	<-k
+	return nil, errors.New("exec: docker-credential-none: not found")
+}
+
+// TestCredentialHelper: a helper that hangs holds a pull no longer than its caller waits, and one that is missing is no broken configuration.
+func TestCredentialHelper(t *testing.T) {
+	t.Parallel()
+	k := hangingKeychain(make(chan struct{}))
+	o := opts("127.0.0.1:1", "app:1")
+	o.Keychain = k
+	ctx, cancel := context.WithCancelCause(t.Context())
+	gone := errors.New("the caller is gone")
+	time.AfterFunc(10*time.Millisecond, func() { cancel(gone) })
+	if _, err := Pull(ctx, openLayers(t), o); !errors.Is(err, gone) {
+		t.Errorf("%v", err)
+	}
+	close(k)
+	if _, err := Pull(t.Context(), openLayers(t), o); core.CodeOf(err) != core.CodeInvalidField || !strings.Contains(err.Error(), "the credentials for 127.0.0.1:1") {
+		t.Errorf("%v", err)
+	}
 }

@@ -86,7 +86,7 @@ type puller struct {
 
 // Pull fetches what is missing of an image. After an error, what was fetched stays in the store for the next attempt.
 func Pull(ctx context.Context, layers *images.Layers, o Options) (Image, error) {
-	p, err := newPuller(layers, o)
+	p, err := newPuller(ctx, layers, o)
 	if err != nil {
 		return Image{}, err
 	}
@@ -134,7 +134,7 @@ func (p *puller) fetch(ctx context.Context, layers []images.Layer) error {
 	return group.Wait()
 }
 
-func newPuller(layers *images.Layers, o Options) (*puller, error) {
+func newPuller(ctx context.Context, layers *images.Layers, o Options) (*puller, error) {
 	o = o.withDefaults()
 	plain, err := hosts("--plain-http", o.PlainHTTP)
 	if err != nil {
@@ -158,11 +158,11 @@ func newPuller(layers *images.Layers, o Options) (*puller, error) {
 		if err != nil {
 			return nil, err
 		}
-		if err := p.add(repo, g); err != nil {
+		if err := p.add(ctx, repo, g); err != nil {
 			return nil, err
 		}
 	}
-	return p, p.add(ref.Context(), g)
+	return p, p.add(ctx, ref.Context(), g)
 }
 
 func (o Options) withDefaults() Options {
@@ -240,10 +240,10 @@ func isPlain(r name.Registry, plain map[string]bool) bool {
 }
 
 // add adds a repository as a source. The operator has named its host.
-func (p *puller) add(repo name.Repository, g *guard) error {
-	auth, err := p.o.Keychain.Resolve(repo)
+func (p *puller) add(ctx context.Context, repo name.Repository, g *guard) error {
+	auth, err := p.credentials(ctx, repo)
 	if err != nil {
-		return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "Docker's configuration of this user cannot be read")
+		return err
 	}
 	s := &source{repo: repo, guard: g, auth: auth, scheme: "https"}
 	if isPlain(repo.Registry, g.plain) {
@@ -252,6 +252,36 @@ func (p *puller) add(repo name.Repository, g *guard) error {
 	g.named[hostPort(&url.URL{Scheme: s.scheme, Host: repo.RegistryStr()})] = true
 	p.sources = append(p.sources, s)
 	return nil
+}
+
+// askLimit bounds a credential helper. It may ask a person.
+const askLimit = 2 * time.Minute
+
+// credentials looks for those of a repository. A helper that the configuration names is a program: it may hang, and cannot be canceled.
+func (p *puller) credentials(ctx context.Context, repo name.Repository) (authn.Authenticator, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, askLimit, core.Errorf(core.TimedOut, core.CodeTimedOut,
+		"the program that Docker's configuration names for credentials did not answer within %s", askLimit))
+	defer cancel()
+	type answer struct {
+		auth authn.Authenticator
+		err  error
+	}
+	answers := make(chan answer, 1)
+	go func() {
+		auth, err := p.o.Keychain.Resolve(repo)
+		answers <- answer{auth, err}
+	}()
+	select {
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	case a := <-answers:
+		if a.err != nil {
+			return nil, core.Wrapf(a.err, core.Invalid, core.CodeInvalidField,
+				"the credentials for %s cannot be read from the configuration of Docker or Podman: %s; if none are needed, set DOCKER_CONFIG to an empty directory",
+				repo.RegistryStr(), core.Clip(a.err.Error()))
+		}
+		return a.auth, nil
+	}
 }
 
 // hosts parses the values of a flag.

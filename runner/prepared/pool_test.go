@@ -469,7 +469,7 @@ func TestOutcome(t *testing.T) {
 		if got["coppice_runner_prepared_total taken"] != taken || got["coppice_runner_prepared_total failed"] != failed {
 			t.Errorf("%v", got)
 		}
-		if got["coppice_runner_prepared_cpu_seconds_total taken"] != taken || got["coppice_runner_prepared_cpu_seconds_total wasted"] != failed {
+		if got["coppice_runner_prepared_cpu_seconds_total taken"] != taken || got["coppice_runner_prepared_cpu_seconds_total wasted"] < failed { // also what was made for a habit that has paused since
 			t.Errorf("%v", got)
 		}
 	}
