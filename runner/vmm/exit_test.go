@@ -25,7 +25,8 @@ func TestDescribe(t *testing.T) {
 		"a flood": {Exit{Status: "exit status 1", Console: strings.Repeat("x", 8*maxExitConsole) + "the end"}, "its VMM ended: exit status 1", []string{"xthe end"}, 2, 2},
 		"a panic after a flood": {
 			Exit{Status: "exit status 0", Console: strings.Repeat("x", 8*maxExitConsole) + "\n[ 639.7] Kernel panic - not syncing: oops\n" + strings.Repeat(strings.Repeat("y", 90)+"\n", 100)},
-			"its VMM ended: exit status 0, after a panic of the guest's kernel: oops", []string{"console: [ 639.7] Kernel panic"},
+			"its VMM ended: exit status 0, after a panic of the guest's kernel: oops",
+			[]string{"console: [ 639.7] Kernel panic"},
 			40, exitLines,
 		},
 	} {
