@@ -28,6 +28,22 @@ func stalled(t *testing.T) *world {
 	})
 }
 
+// takenOver starts an operation, which a gate stops. Another controller takes it over and ends it.
+func (w *world) takenOver(g *gate, start func() (controller.Answer, error)) (second *controller.Controller, a controller.Answer) {
+	w.t.Helper()
+	a, err := start()
+	if err != nil || a.Done {
+		w.t.Fatalf("%+v, %v", a, err)
+	}
+	<-g.reached
+	second, _ = w.start(controller.Config{LoopInterval: 20 * time.Millisecond})
+	end, err := second.Operation(w.t.Context(), w.project, a.Operation.ID, wait)
+	if err != nil || end.Operation.State != core.OperationSucceeded || end.Operation.LeaseEpoch < 2 {
+		w.t.Fatalf("taken over: %+v, %v", end.Operation, err)
+	}
+	return second, a
+}
+
 // TestStaleControllerUndoesNothing stops a controller in the middle of each kind of operation. Another controller takes the
 // operation over and ends it. Then the first one goes on and its work fails: nothing on the runner may change.
 func TestStaleControllerUndoesNothing(t *testing.T) {
@@ -57,16 +73,7 @@ func TestStaleControllerUndoesNothing(t *testing.T) {
 				ws := w.create("main")
 				cp := w.checkpoint(ws.ID)
 				g := w.hold(kind.point, problem)
-				a, err := kind.start(w, ws, cp)
-				if err != nil || a.Done {
-					t.Fatalf("%+v, %v", a, err)
-				}
-				<-g.reached
-				second, _ := w.start(controller.Config{LoopInterval: 20 * time.Millisecond})
-				end, err := second.Operation(t.Context(), w.project, a.Operation.ID, wait)
-				if err != nil || end.Operation.State != core.OperationSucceeded || end.Operation.LeaseEpoch < 2 {
-					t.Fatalf("taken over: %+v, %v", end.Operation, err)
-				}
+				second, _ := w.takenOver(g, func() (controller.Answer, error) { return kind.start(w, ws, cp) })
 				before := sandboxIDs(w.runner)
 				if problem == nil {
 					w.runner.Tamper(func(out *runnerapi.ChildResult) {
@@ -177,16 +184,7 @@ func TestStaleControllerInAStep(t *testing.T) {
 			ws := w.create("main")
 			cp := w.checkpoint(ws.ID)
 			g := w.hold(kind.point, nil)
-			a, err := kind.start(w, ws, cp)
-			if err != nil || a.Done {
-				t.Fatalf("%+v, %v", a, err)
-			}
-			<-g.reached
-			second, _ := w.start(controller.Config{LoopInterval: 20 * time.Millisecond})
-			end, err := second.Operation(t.Context(), w.project, a.Operation.ID, wait)
-			if err != nil || end.Operation.State != core.OperationSucceeded || end.Operation.LeaseEpoch < 2 {
-				t.Fatalf("taken over: %+v, %v", end.Operation, err)
-			}
+			second, a := w.takenOver(g, func() (controller.Answer, error) { return kind.start(w, ws, cp) })
 			before := w.stepResults(a.Operation.ID)
 			close(g.open)
 			w.stop() // it returns when the first controller has ended its work

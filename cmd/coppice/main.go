@@ -86,6 +86,9 @@ func run(ctx context.Context, a *cli.App, args []string) int {
 	return a.Run(ctx, args, commands...)
 }
 
+// ignored says whether this program was started with a signal ignored. A variable for tests, which may run after nohup themselves.
+var ignored = signal.Ignored
+
 // endsAtHangup makes a server end in order when its terminal is closed, as at SIGTERM: the VMs would outlive it otherwise. After nohup the
 // signal stays ignored. Commands of users keep the usual end: what runs in a workspace goes on.
 func endsAtHangup(command func(*cli.App) *cobra.Command) func(*cli.App) *cobra.Command {
@@ -93,7 +96,7 @@ func endsAtHangup(command func(*cli.App) *cobra.Command) func(*cli.App) *cobra.C
 		c := command(a)
 		serve := c.RunE
 		c.RunE = func(c *cobra.Command, args []string) error {
-			if !signal.Ignored(syscall.SIGHUP) {
+			if !ignored(syscall.SIGHUP) {
 				ctx, stop := signal.NotifyContext(c.Context(), syscall.SIGHUP)
 				defer stop()
 				c.SetContext(ctx)

@@ -3,7 +3,6 @@ package main
 import (
 	"errors"
 	"os"
-	"os/signal"
 	"runtime"
 	"strings"
 	"syscall"
@@ -63,9 +62,9 @@ func TestBadFailpoints(t *testing.T) {
 
 // TestHangup closes the terminal of a server.
 func TestHangup(t *testing.T) { //nolint:paralleltest // it sends a signal to this process
-	if signal.Ignored(syscall.SIGHUP) {
-		t.Skip("this test runs under nohup")
-	}
+	was := ignored
+	ignored = func(os.Signal) bool { return false }
+	t.Cleanup(func() { ignored = was })
 	serving := func(*cli.App) *cobra.Command {
 		return &cobra.Command{Use: "serve", RunE: func(c *cobra.Command, _ []string) error {
 			if err := syscall.Kill(os.Getpid(), syscall.SIGHUP); err != nil {
@@ -82,5 +81,17 @@ func TestHangup(t *testing.T) { //nolint:paralleltest // it sends a signal to th
 	a, _, stderr := clitest.App(nil)
 	if status := a.Run(t.Context(), []string{"serve"}, endsAtHangup(serving)); status != exit.OK {
 		t.Errorf("status %d: %s", status, stderr)
+	}
+	ignored = func(os.Signal) bool { return true }
+	after := func(*cli.App) *cobra.Command {
+		return &cobra.Command{Use: "serve", RunE: func(c *cobra.Command, _ []string) error {
+			if c.Context() != t.Context() {
+				return errors.New("the signal is not ignored any more")
+			}
+			return nil
+		}}
+	}
+	if status := a.Run(t.Context(), []string{"serve"}, endsAtHangup(after)); status != exit.OK {
+		t.Errorf("after nohup: status %d: %s", status, stderr)
 	}
 }

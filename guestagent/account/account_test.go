@@ -14,7 +14,7 @@ func TestShellOfRoot(t *testing.T) {
 	t.Parallel()
 	b, err := os.ReadFile("/etc/passwd")
 	if err != nil {
-		t.Skip("this system has no passwd")
+		t.Fatal(err)
 	}
 	want := "/bin/sh"
 	for line := range strings.Lines(string(b)) {

@@ -145,25 +145,15 @@ func decompressLayer(r io.Reader) (io.ReadCloser, error) {
 }
 
 func (u *layerer) layerEntry(hdr *tar.Header, content io.Reader) error {
-	u.seen++
-	if u.seen > u.limits.Entries {
-		return refusedError(fmt.Sprintf("there are more than %d entries", u.limits.Entries))
-	}
-	if hdr.Typeflag == tar.TypeXGlobalHeader {
-		return nil
-	}
-	spelled, err := archivePath(hdr.Name)
-	if err != nil {
+	spelled, err := u.next(hdr)
+	if err != nil || spelled == "" {
 		return err
 	}
-	if hdr.Uid < 0 || hdr.Gid < 0 || int64(hdr.Uid) >= 1<<32-1 || int64(hdr.Gid) >= 1<<32-1 {
-		return refusedError("its owner is not a valid id")
+	if err := checkOwner(hdr); err != nil {
+		return err
 	}
 	if spelled == "." {
-		if hdr.Typeflag != tar.TypeDir {
-			return refusedError("it would replace the root directory")
-		}
-		return u.directory(".", hdr)
+		return u.rootDirectory(hdr)
 	}
 	dir, err := u.resolve(path.Dir(spelled))
 	if err != nil {
@@ -199,21 +189,10 @@ func (u *layerer) layerEntry(hdr *tar.Header, content io.Reader) error {
 	switch hdr.Typeflag {
 	case tar.TypeDir:
 		return u.makeDirectory(at, base, name, hdr)
-	case tar.TypeReg, tar.TypeGNUSparse, tar.TypeCont:
-		return u.file(at, base, hdr, content)
 	case tar.TypeSymlink:
-		u.lastParent = ""
-		if err := unix.Symlinkat(hdr.Linkname, at, base); err != nil {
-			return fmt.Errorf("symlink: %w", err)
-		}
-		return setMetadata(at, base, hdr)
-	case tar.TypeLink:
-		return u.hardLinkInImage(at, base, hdr)
-	case tar.TypeChar, tar.TypeBlock, tar.TypeFifo:
-		return makeNode(at, base, hdr)
-	default:
-		return refusedError(fmt.Sprintf("its type %q is unknown", hdr.Typeflag))
+		u.lastParent = "" // the link may be part of it
 	}
+	return u.create(at, base, hdr, content, u.hardLinkInImage)
 }
 
 // hardLinkInImage makes a link to a file of this layer or of a lower one.

@@ -185,29 +185,42 @@ func lastCause(err error) string {
 	}
 }
 
-func (u *untarrer) entry(hdr *tar.Header, content io.Reader) error {
+// next counts an entry and returns its path; "" if it has none.
+func (u *untarrer) next(hdr *tar.Header) (string, error) {
 	u.seen++
 	if u.seen > u.limits.Entries {
-		return refusedError(fmt.Sprintf("there are more than %d entries", u.limits.Entries))
+		return "", refusedError(fmt.Sprintf("there are more than %d entries", u.limits.Entries))
 	}
 	if hdr.Typeflag == tar.TypeXGlobalHeader {
-		return nil
+		return "", nil
 	}
-	name, err := archivePath(hdr.Name)
-	if err != nil {
-		return err
-	}
-	if dropped(name) {
-		return nil
-	}
+	return archivePath(hdr.Name)
+}
+
+func checkOwner(hdr *tar.Header) error {
 	if hdr.Uid < 0 || hdr.Gid < 0 || int64(hdr.Uid) >= 1<<32-1 || int64(hdr.Gid) >= 1<<32-1 {
 		return refusedError("its owner is not a valid id")
 	}
+	return nil
+}
+
+func (u *untarrer) rootDirectory(hdr *tar.Header) error {
+	if hdr.Typeflag != tar.TypeDir {
+		return refusedError("it would replace the root directory")
+	}
+	return u.directory(".", hdr)
+}
+
+func (u *untarrer) entry(hdr *tar.Header, content io.Reader) error {
+	name, err := u.next(hdr)
+	if err != nil || name == "" || dropped(name) {
+		return err
+	}
+	if err := checkOwner(hdr); err != nil {
+		return err
+	}
 	if name == "." {
-		if hdr.Typeflag != tar.TypeDir {
-			return refusedError("it would replace the root directory")
-		}
-		return u.directory(name, hdr)
+		return u.rootDirectory(hdr)
 	}
 	parent, err := u.openParent(name)
 	if err != nil {
@@ -226,6 +239,11 @@ func (u *untarrer) entry(hdr *tar.Header, content io.Reader) error {
 		}
 		return fmt.Errorf("replace: %w", err)
 	}
+	return u.create(at, base, hdr, content, u.hardLink)
+}
+
+// create makes what an entry describes, unless it is a directory.
+func (u *untarrer) create(at int, base string, hdr *tar.Header, content io.Reader, hardLink func(at int, base string, hdr *tar.Header) error) error {
 	switch hdr.Typeflag {
 	case tar.TypeReg, tar.TypeGNUSparse, tar.TypeCont:
 		return u.file(at, base, hdr, content)
@@ -235,7 +253,7 @@ func (u *untarrer) entry(hdr *tar.Header, content io.Reader) error {
 		}
 		return setMetadata(at, base, hdr)
 	case tar.TypeLink:
-		return u.hardLink(at, base, hdr)
+		return hardLink(at, base, hdr)
 	case tar.TypeChar, tar.TypeBlock, tar.TypeFifo:
 		return makeNode(at, base, hdr)
 	default:
