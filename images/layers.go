@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // Names of files in the directory of layers.
@@ -118,7 +119,10 @@ func (s *Store) pruneLayers(removed ...core.Digest) error {
 	}
 	defer lock.Close()
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil // somebody uses them: the next removal or pull prunes
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil // somebody uses them: the next removal or pull prunes
+		}
+		return fmt.Errorf("prune layers: %w", err)
 	}
 	list, damaged := s.List()
 	if damaged != nil {
@@ -164,12 +168,8 @@ func lockFileAt(ctx context.Context, path string, how int) (*os.File, error) {
 		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
 			return nil, errors.Join(err, f.Close())
 		}
-		timer := time.NewTimer(lockPoll)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
-			return nil, errors.Join(context.Cause(ctx), f.Close())
-		case <-timer.C:
+		if err := pace.Pause(ctx, lockPoll); err != nil {
+			return nil, errors.Join(err, f.Close())
 		}
 	}
 }

@@ -134,8 +134,8 @@ type stepAsked struct {
 	operation coppice.OperationID // "": no answer has begun
 }
 
-// leaveStep stops to read the results of a step, because of an error. If the client has canceled the call, it cancels the step, which nobody
-// knows; otherwise the step goes on, and leaveStep returns its operation, or an error that names it.
+// leaveStep stops reading the results of a step because of an error. If the client has canceled the call, it cancels the step, because
+// nobody else knows of it; otherwise the step goes on, and leaveStep returns its operation, or an error that names it.
 func (r *registry) leaveStep(ctx, waiting context.Context, s stepAsked, why error) (coppice.OperationID, error) {
 	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), killPause)
 	defer cancel()
@@ -149,7 +149,7 @@ func (r *registry) leaveStep(ctx, waiting context.Context, s stepAsked, why erro
 			return "", errors.Join(canceled, err)
 		}
 		if err != nil {
-			hint := hints[codeServer] + " The step may have begun: look with tree before you repeat the call."
+			hint := hints[codeServer] + " The step may have begun: call tree to see before you repeat this call."
 			return "", errors.Join(canceled, &fault{code: codeServer, detail: "no answer to the step has arrived", hint: hint})
 		}
 		s.operation, waited = e.OperationID, true

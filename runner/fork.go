@@ -147,7 +147,7 @@ func (r *Runner) forkSandbox(ctx context.Context, ckpt *checkpoints.Opened, chil
 }
 
 // forkInto makes a shell the sandbox of a child. agent is the connection of a prepared machine. If that machine cannot be claimed, the error is
-// errClaimFailed; then the sandbox without a machine is still registered, with its work lock held, for the next call to replace (former).
+// errClaimFailed; then the sandbox, which has no machine any more, stays registered with its work lock held, and the next call replaces it (former).
 func (r *Runner) forkInto(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, sh *shell, agent *guest.Client, former *sandbox, watch *core.Stopwatch) (*sandbox, *core.ResealReport, error) {
 	s := newSandbox(r, sh, child.SandboxID, runnerapi.Sandbox{
 		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxStarting,

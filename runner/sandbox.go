@@ -39,7 +39,7 @@ type sandbox struct {
 
 	reseal  *core.ResealReport // of its making; guarded by work
 	refused refusals           // guarded by work
-	// next is what the child was made of, because this machine was prepared and could not be claimed; nil: nothing. It is set before gone is closed.
+	// next is the sandbox that replaced this one, because its prepared machine could not be claimed; nil: none did. It is set before gone is closed.
 	next *sandbox
 	// attestation is this runner's signed report of the reseal; nil if no controller had certified the runner. It is set once, before the
 	// sandbox is ready.

@@ -32,10 +32,6 @@ func failureOfError(e *core.Error) *api.Failure {
 	return &api.Failure{Code: string(e.Code), Message: e.Msg}
 }
 
-func timingsOf(list []core.Timing) api.Timings {
-	return convert(list, func(t core.Timing) api.Timing { return api.Timing{Stage: t.Stage, DurationMS: t.DurationMS} })
-}
-
 func imageRefOf(r controller.ImageRef) api.ImageRef {
 	return api.ImageRef{Name: r.Name, Digest: string(r.Digest)}
 }
@@ -111,7 +107,7 @@ func checkpointOf(c controller.Checkpoint) api.Checkpoint {
 		WorkspaceID: string(c.WorkspaceID), Labels: labelsOf(c.Labels), Annotations: annotationsOf(c.Annotations), Pinned: c.Pinned, Version: c.Version, Image: imageRefOf(c.Image),
 		Resources: resourcesOf(c.Resources), RunnerID: string(c.RunnerID), BaseID: string(c.Base), DeltaBytes: c.DeltaBytes,
 		DeviceStateBytes: c.DeviceStateBytes, DiskBytes: c.DiskBytes, PauseMS: c.PauseMS, ParentReseal: convert(c.ParentReseal, stepOf),
-		StalePRNGProcesses: convert(c.StaleProcesses, staleOf), Timings: timingsOf(c.Timings), ChildrenCount: c.ChildrenCount,
+		StalePRNGProcesses: convert(c.StaleProcesses, staleOf), Timings: stepjson.TimingsOf(c.Timings), ChildrenCount: c.ChildrenCount,
 		OperationID: string(c.OperationID), Failure: failureOf(c.Failure), CreatedAt: c.CreatedAt, CapturedAt: c.CapturedAt,
 		SealedAt: c.SealedAt, StoredBytes: c.StoredBytes,
 	}
@@ -153,13 +149,13 @@ func nodeOf(n controller.TreeNode) api.TreeNode {
 }
 
 func forkResultOf(a controller.Answer) api.ForkResult {
-	out := api.ForkResult{OperationID: string(a.Operation.ID), CheckpointID: string(a.Operation.CheckpointID), Timings: timingsOf(a.Operation.Timings)}
+	out := api.ForkResult{OperationID: string(a.Operation.ID), CheckpointID: string(a.Operation.CheckpointID), Timings: stepjson.TimingsOf(a.Operation.Timings)}
 	if a.Operation.Kind == controller.OpForkWorkspace && a.Result.Checkpoint != nil {
 		cp := checkpointOf(*a.Result.Checkpoint)
 		out.Checkpoint = &cp
 	}
 	out.Children = convert(a.Result.Children, func(c controller.Child) api.ForkChild {
-		child := api.ForkChild{ResealReport: resealOf(c.Reseal), Timings: timingsOf(c.Timings), Problem: failureOfError(c.Problem)}
+		child := api.ForkChild{ResealReport: resealOf(c.Reseal), Timings: stepjson.TimingsOf(c.Timings), Problem: failureOfError(c.Problem)}
 		if c.Workspace != nil {
 			w := workspaceOf(*c.Workspace)
 			child.Workspace = &w
@@ -171,7 +167,7 @@ func forkResultOf(a controller.Answer) api.ForkResult {
 
 func restoreResultOf(a controller.Answer) api.RestoreResult {
 	return api.RestoreResult{
-		OperationID: string(a.Operation.ID), Workspace: workspaceIn(a), ResealReport: resealOf(a.Result.Reseal), Timings: timingsOf(a.Operation.Timings),
+		OperationID: string(a.Operation.ID), Workspace: workspaceIn(a), ResealReport: resealOf(a.Result.Reseal), Timings: stepjson.TimingsOf(a.Operation.Timings),
 	}
 }
 
@@ -181,7 +177,7 @@ func workspaceIn(a controller.Answer) api.Workspace {
 		return api.Workspace{}
 	}
 	w := workspaceOf(*a.Result.Workspace)
-	w.Timings = timingsOf(a.Operation.Timings)
+	w.Timings = stepjson.TimingsOf(a.Operation.Timings)
 	return w
 }
 
@@ -209,7 +205,7 @@ func answered[R any](a controller.Answer, err error, accepted func(api.AcceptedJ
 func unfinishedOf(o controller.Operation) api.Operation {
 	return api.Operation{
 		ID: string(o.ID), Kind: api.OperationKind(o.Kind), State: api.OperationState(o.State), Step: o.Step, WorkspaceID: string(o.WorkspaceID),
-		CheckpointID: string(o.CheckpointID), Timings: timingsOf(o.Timings), Problem: failureOfError(o.Problem),
+		CheckpointID: string(o.CheckpointID), Timings: stepjson.TimingsOf(o.Timings), Problem: failureOfError(o.Problem),
 		WorkspaceIDs:      convert(controller.WorkspacesOf(o), func(id core.WorkspaceID) api.WorkspaceID { return string(id) }),
 		CancelRequestedAt: o.CancelAt, CreatedAt: o.CreatedAt, StartedAt: o.StartedAt, EndedAt: o.EndedAt,
 	}
@@ -273,7 +269,7 @@ func execResultOf(r controller.ExecResult) api.ExecResult {
 	g := r.View.Guest
 	out := api.ExecResult{
 		Session: sessionOf(r.View), Signal: g.Signal, TimedOut: g.TimedOut, Stdout: string(r.Stdout), Stderr: string(r.Stderr), Encoding: api.EncodingUTF8,
-		StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated, Timings: timingsOf(r.Timings),
+		StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated, Timings: stepjson.TimingsOf(r.Timings),
 	}
 	if g.ExitCode != nil {
 		out.ExitCode = *g.ExitCode

@@ -64,8 +64,8 @@ type unpackRequest struct {
 	Layers []images.Layer `json:",omitempty"`
 }
 
-// untarLayers unpacks the layers of an image into dir, in a confined helper. See unpackLayers. open opens a layer. If what it
-// opens is not what the layer's digest says, it fails, and nothing that was unpacked counts.
+// untarLayers unpacks the layers of an image into dir, in a confined helper. See unpackLayers. open opens a layer. If its bytes do not
+// match the layer's digest, untarLayers fails, and nothing that was unpacked may be used.
 func untarLayers(ctx context.Context, layers []images.Layer, open func(images.Layer) (io.ReadCloser, error), dir string, limits untarLimits) error {
 	r := &layersReader{layers: layers, open: open}
 	defer r.close()

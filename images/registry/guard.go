@@ -57,7 +57,7 @@ func (g *guard) RoundTrip(req *http.Request) (*http.Response, error) {
 	case req.URL.Scheme == "https":
 	case req.URL.Scheme == "http" && g.plain[host]:
 	default:
-		return nil, refuse("%s would be asked without TLS; if that is right: --plain-http %s", core.Clip(host), core.Clip(host))
+		return nil, refuse("%s would be asked without TLS; if you want that, use --plain-http %s", core.Clip(host), core.Clip(host))
 	}
 	// Behind a proxy the address is the proxy's, and only what the URL says can be checked here.
 	if err := g.check(host, netip.Addr{}); err != nil {
@@ -132,7 +132,7 @@ func (g *guard) check(hostport string, addr netip.Addr) error {
 		return nil
 	}
 	if why := (policy.Reach{}).Refusal(addr); why != "" {
-		return refuse("%s has the address %s (%s); if that is right: --trusted-host %s", core.Clip(hostport), addr, why, core.Clip(hostport))
+		return refuse("%s has the address %s (%s); if you want that, use --trusted-host %s", core.Clip(hostport), addr, why, core.Clip(hostport))
 	}
 	return nil
 }

@@ -326,7 +326,7 @@ func TestHostileRegistry(t *testing.T) {
 			_, layers := s.honest()
 			s.blobs[layers[0].Digest] = s.blobs[layers[0].Digest][:1000]
 		}, "", ""},
-		"another part": {func(s *shelf) {
+		"sent a part of the layer": {func(s *shelf) {
 			_, layers := s.honest()
 			whole := s.blobs[layers[0].Digest]
 			s.front = func(w http.ResponseWriter, r *http.Request) bool {
@@ -343,7 +343,7 @@ func TestHostileRegistry(t *testing.T) {
 				_, _ = w.Write(whole)
 				return true
 			}
-		}, CodeRefused, "another part"},
+		}, CodeRefused, "sent a part of the layer"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

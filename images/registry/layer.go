@@ -123,7 +123,7 @@ func (d *download) rest(ctx context.Context, s *source) error {
 	defer resp.Body.Close()
 	if resp.StatusCode == http.StatusOK && d.have > 0 || resp.StatusCode == http.StatusPartialContent && startOf(resp) != d.have {
 		if resp.StatusCode == http.StatusPartialContent {
-			return refuse("%s sent another part of the layer %s than it was asked for", s.repo.RegistryStr(), d.l.Digest.Short())
+			return refuse("%s sent a part of the layer %s that it was not asked for", s.repo.RegistryStr(), d.l.Digest.Short())
 		}
 		if err := d.restart(); err != nil { // it knows no parts
 			return err

@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"net/url"
 	"strings"
-	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
@@ -17,6 +16,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // source is one repository from which an image comes: that of the reference, or the same in a mirror.
@@ -52,7 +52,7 @@ func (s *source) get(ctx context.Context, path string, accept []string, want par
 	for range maxRedirects + 1 {
 		req, err := http.NewRequestWithContext(ctx, http.MethodGet, at.String(), nil)
 		if err != nil {
-			return nil, refuse("the registry's redirect cannot be followed (%v)", err)
+			return nil, refuse("the registry's redirect cannot be followed")
 		}
 		for _, t := range accept {
 			req.Header.Add("Accept", t)
@@ -133,7 +133,7 @@ func (s *source) explain(ctx context.Context, err error, what string) error {
 			return core.Wrapf(err, core.Invalid, CodeRefused, "%s answers %d %s", host, answer.StatusCode, http.StatusText(answer.StatusCode))
 		}
 	}
-	return core.Wrapf(err, core.Unavailable, CodeUnreachable, "%s cannot be reached, or broke off (%s)", host, core.Clip(lastCause(err)))
+	return core.Wrapf(err, core.Unavailable, CodeUnreachable, "%s cannot be reached, or broke the connection off (%s)", host, core.Clip(lastCause(err)))
 }
 
 // lastCause is the text of the innermost error, which has no address.
@@ -158,12 +158,8 @@ func (p *puller) attempt(ctx context.Context, attempts int, do func() error) err
 		if err == nil || !again(err) || i == attempts {
 			return err
 		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
-			return context.Cause(ctx)
-		case <-timer.C:
+		if err := pace.Pause(ctx, wait); err != nil {
+			return err
 		}
 		wait *= 2
 	}

@@ -386,7 +386,7 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 }
 
 // MakeRoom takes down the oldest machine, or the one that is being made, for a fork that needs its place. If the last one is being taken down, it
-// waits for that. It reports whether there was one that is gone. Its place may be free now, or another fork has it. It does not wait for long.
+// waits for that. It reports whether a machine has gone: its place may be free now, or another fork may have taken it. It waits for giveWayIn at most.
 func (p *Pool[Machine]) MakeRoom(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, p.patience)
 	defer cancel()

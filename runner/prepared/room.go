@@ -5,7 +5,7 @@ package prepared
 const (
 	makeMemory = 1 << 30   // bytes available besides a new machine: as much as a small guest writes
 	keepMemory = 512 << 20 // with less, machines end
-	// slotShare of all slots are left free, at least one: a fork of another shape must not wait until a prepared machine is taken down.
+	// One in slotShare slots is left free, and at least one: a fork of another shape must not wait until a prepared machine is taken down.
 	slotShare = 8
 )
 

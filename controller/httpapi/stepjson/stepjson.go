@@ -22,6 +22,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/controller/httpapi/sse"
 	"github.com/coppice-dev/coppice/controller/operations"
 	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
@@ -81,14 +82,15 @@ func ActionIn(field string, b api.StepAction, invalid func(field, detail string)
 // ResultOf is the answer to a step.
 func ResultOf(op operations.Operation, list []steps.Result) api.StepResult {
 	list = slices.SortedFunc(slices.Values(list), func(a, b steps.Result) int { return cmp.Compare(a.Index, b.Index) })
-	out := api.StepResult{OperationID: string(op.ID), CheckpointID: string(op.CheckpointID), Timings: timingsOf(op.Timings), Actions: make([]api.StepActionResult, len(list))}
+	out := api.StepResult{OperationID: string(op.ID), CheckpointID: string(op.CheckpointID), Timings: TimingsOf(op.Timings), Actions: make([]api.StepActionResult, len(list))}
 	for i, r := range list {
 		out.Actions[i] = actionOf(r)
 	}
 	return out
 }
 
-func timingsOf(list []core.Timing) api.Timings {
+// TimingsOf are stages with their times.
+func TimingsOf(list []core.Timing) api.Timings {
 	out := make(api.Timings, len(list))
 	for i, t := range list {
 		out[i] = api.Timing{Stage: t.Stage, DurationMS: t.DurationMS}
@@ -99,7 +101,7 @@ func timingsOf(list []core.Timing) api.Timings {
 func actionOf(r steps.Result) api.StepActionResult {
 	out := api.StepActionResult{
 		Index: r.Index, Kept: api.StepKeep(r.Kept), CheckpointID: string(r.Checkpoint), WorkspaceID: string(r.Workspace), ExitCode: r.ExitCode, Signal: r.Signal,
-		TimedOut: r.TimedOut, Score: r.Score, StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated, Timings: timingsOf(r.Timings),
+		TimedOut: r.TimedOut, Score: r.Score, StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated, Timings: TimingsOf(r.Timings),
 	}
 	if r.ExitCode != nil {
 		out.Stdout, out.Stderr, out.Encoding = string(r.Stdout), string(r.Stderr), api.StepUTF8
@@ -132,15 +134,21 @@ func Stream[R any](ctx context.Context, stepper *steps.Stepper, project core.Pro
 	if err != nil {
 		return nil, err
 	}
+	streaming := false
+	defer func() { // also after a panic
+		if !streaming {
+			leave()
+		}
+	}()
 	a, err := begin()
 	id := a.Operation.ID
 	if failed, ok := errors.AsType[*operations.Error](err); ok && (core.CodeOf(err) == core.CodeIdempotencyInProgress || a.Done) {
 		id, err = failed.Operation, nil
 	}
 	if err != nil {
-		leave()
 		return nil, err
 	}
+	streaming = true
 	return &Lines{
 		ctx: ctx, id: id, leave: leave,
 		follow: func(ctx context.Context, give func(steps.Result) error) (operations.Operation, error) {
@@ -152,7 +160,7 @@ func Stream[R any](ctx context.Context, stepper *steps.Stepper, project core.Pro
 // VisitStepCheckpointResponse writes the lines. If it cannot, the step goes on.
 func (l *Lines) VisitStepCheckpointResponse(w http.ResponseWriter) error {
 	defer l.leave()
-	control := http.NewResponseController(w)
+	lines := sse.New(w, l.Within)
 	w.Header().Set("Content-Type", contentLines)
 	w.Header().Set("Cache-Control", "no-store")
 	w.Header().Set("X-Accel-Buffering", "no") // proxies must not collect
@@ -163,11 +171,7 @@ func (l *Lines) VisitStepCheckpointResponse(w http.ResponseWriter) error {
 		if err != nil {
 			return fmt.Errorf("encode a line of a step: %w", err)
 		}
-		_ = control.SetWriteDeadline(time.Now().Add(l.Within)) // not every test's writer has a connection
-		if _, err := w.Write(append(b, '\n')); err != nil {
-			return err
-		}
-		return control.Flush()
+		return lines.Send(append(b, '\n'))
 	}
 	if err := l.write(send); err != nil { // the answer has begun, so its end must show that it is not whole
 		l.Log.InfoContext(l.ctx, "stream of a step cut off", "operation_id", l.id, "err", err)

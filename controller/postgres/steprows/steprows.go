@@ -116,8 +116,8 @@ func (t *Tx) StepResults(ctx context.Context, step core.OperationID, except []in
 	return list, nil
 }
 
-// MoveStepAction fails if the step has another lease epoch. It does not keep the epoch until the transaction ends: a lock that did would also
-// stop the renewal of all leases of the controller (FOR KEY SHARE conflicts with neither). If another controller claims the step meanwhile, the
+// MoveStepAction fails if the step has another lease epoch. The epoch can still change before the transaction ends. A lock that prevented
+// this would also block the renewal of all leases of the controller; FOR KEY SHARE blocks neither a claim nor a renewal. If another controller claims the step meanwhile, the
 // row of the action decides. Phases only advance, and whoever moves the action second finds that it is not in the phase any more.
 func (t *Tx) MoveStepAction(ctx context.Context, ref steps.Ref, m steps.Move) error {
 	var result []byte

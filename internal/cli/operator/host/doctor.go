@@ -85,11 +85,11 @@ func printReport(w io.Writer, report hostcheck.Report, runner bool) error {
 	if runner {
 		server = "runner"
 	}
-	verdict := "coppice %s can run on this host."
+	verdict := "can run on this host."
 	if !report.OK {
-		verdict = "coppice %s cannot run on this host yet: see the lines that begin with \"fail\"."
+		verdict = `cannot run on this host yet: see the lines that begin with "fail".`
 	}
-	_, err := fmt.Fprintf(w, "\n"+verdict+"\n", server)
+	_, err := fmt.Fprintf(w, "\ncoppice %s %s\n", server, verdict)
 	return err
 }
 

@@ -25,7 +25,7 @@ func NewStepCommand(a *cli.App) *cobra.Command {
 		Short: "Try several actions from a checkpoint, each in a fork of its own",
 		Long: `Try several actions from a checkpoint, each in a fork of its own. FILE, or - for standard input, is the request as JSON:
 {"actions": [{"command": ["make", "test"], "only_if": {"exit_code": 0}}, ...]}. Each action forks the checkpoint, writes its "files", runs its
-"command", and keeps a "checkpoint" (the default), the "workspace" or "nothing". The API has all fields under StepRequest.
+"command", and keeps a "checkpoint" (the default), the "workspace" or "nothing". The API's contract lists all fields under StepRequest.
 
 The results come as the actions end; the table is in the order of the file. An action that failed does not end the others.`,
 		Example: "  coppice step 9r4w6xcv actions.json\n  coppice step 9r4w6xcv - --json < actions.json",
@@ -33,7 +33,7 @@ The results come as the actions end; the table is in the order of the file. An a
 		RunE: func(c *cobra.Command, args []string) error {
 			var req coppice.StepRequest
 			if err := readStep(c.InOrStdin(), args[1], &req); err != nil {
-				return exit.Misuse(fmt.Errorf("%s: %w", args[1], err))
+				return exit.Misuse(err)
 			}
 			client, err := a.Client()
 			if err != nil {
@@ -74,7 +74,13 @@ func readStep(stdin io.Reader, file string, req *coppice.StepRequest) error {
 	}
 	d := json.NewDecoder(in)
 	d.DisallowUnknownFields()
-	return d.Decode(req)
+	if err := d.Decode(req); err != nil {
+		return fmt.Errorf("%s: %w", file, err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return fmt.Errorf("%s: more follows after the request", file)
+	}
+	return nil
 }
 
 func printStep(w io.Writer, list []coppice.StepActionResult) error {

@@ -25,10 +25,18 @@ func TestStep(t *testing.T) {
 	if status != exit.OK || len(lines) != 3 || !strings.Contains(lines[1], "checkpoint  "+clitest.ID("ckpt", 1)) || !strings.Contains(lines[2], "CAPACITY") {
 		t.Errorf("status %d, %q, %q", status, stdout, stderr)
 	}
-	if err := os.WriteFile(file, []byte(`{"action":[]}`), 0o600); err != nil {
-		t.Fatal(err)
+	for request, says := range map[string]string{
+		`{"action":[]}`: file + `: json: unknown field "action"`, `{"actions":[]} {"actions":[]}`: file + ": more follows after the request",
+	} {
+		if err := os.WriteFile(file, []byte(request), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if status, _, stderr = run("step", cp.ID, file); status != exit.Usage || !strings.Contains(stderr, says) {
+			t.Errorf("%s: status %d, %q", request, status, stderr)
+		}
 	}
-	if status, _, stderr = run("step", cp.ID, file); status != exit.Usage || !strings.Contains(stderr, `unknown field "action"`) {
+	absent := filepath.Join(t.TempDir(), "absent")
+	if status, _, stderr = run("step", cp.ID, absent); status != exit.Usage || strings.Count(stderr, absent) != 1 {
 		t.Errorf("status %d, %q", status, stderr)
 	}
 }

@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 async def shielded(work: Awaitable[T], undo: Callable[[T], Awaitable[Any]] | None = None) -> T:
-    """Does work to its end, and raises a cancellation afterwards: what was made by then would be left, unknown to anybody.
+    """Does work to its end, and raises a cancellation only then: otherwise what was made would be left, and nobody would know of it.
 
-    With `undo`, what the work made is undone before. Both kinds of cancellation are meant: asyncio cancels a task once, anyio
+    With `undo`, what the work made is undone first. This covers both kinds of cancellation: asyncio cancels a task once, anyio
     cancels every wait in a scope.
     """
     task = asyncio.ensure_future(work)
