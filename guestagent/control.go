@@ -106,6 +106,7 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 		_ = a.work.Thaw(context.WithoutCancel(ctx))
 		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the frozen guest cannot be inspected: %v", err)
 	}
+	out.IdentityFiles = a.reseal.IdentityFiles()
 	return out, nil
 }
 

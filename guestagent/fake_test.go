@@ -25,7 +25,7 @@ import (
 // ownOf are the fields of answers that each guest has its own of.
 var ownOf = []string{
 	"boot_nonce", "capture_id", "created_at", "cwd", "duration_ms", "ended_at", "evidence", "flush_ms", "freeze_ms", "generation", "gid", "group",
-	"id", "kernel", "message", "mtime", "owner", "pid", "processes", "rss_bytes", "scan_ms", "stale_prng_processes", "started_at", "steps", "thaw_ms",
+	"id", "identity_files", "kernel", "message", "mtime", "owner", "pid", "processes", "rss_bytes", "scan_ms", "stale_prng_processes", "started_at", "steps", "thaw_ms",
 	"uid", "uptime_s", "workload",
 }
 

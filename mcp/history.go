@@ -25,6 +25,7 @@ type diffOut struct {
 	Files              []changeView  `json:"files"`
 	NextOffset         int           `json:"next_offset,omitempty" jsonschema:"the offset for the rest, if there is one"`
 	FilesComplete      bool          `json:"files_complete" jsonschema:"false: the files may lack what was written in the half minute before a checkpoint"`
+	IdentityUnknown    bool          `json:"identity_unknown,omitempty" jsonschema:"true: changes to /etc/hosts, hostname, machine-id and resolv.conf may be missing"`
 	Started            []processView `json:"started" jsonschema:"processes that run only in the second one"`
 	Gone               []processView `json:"gone" jsonschema:"processes that run only in the first one"`
 	ProcessesComplete  bool          `json:"processes_complete"`
@@ -107,7 +108,7 @@ func (r *registry) diff(ctx context.Context, in diffIn) (diffOut, string, error)
 			if failed = err; err != nil {
 				return
 			}
-			out.FilesComplete = out.FilesComplete && page.FilesComplete
+			out.FilesComplete, out.IdentityUnknown = out.FilesComplete && page.FilesComplete, out.IdentityUnknown || page.IdentityUnknown
 			if page.MemoryChangedBytes != nil {
 				out.MemoryChangedBytes = *page.MemoryChangedBytes
 			}
@@ -182,6 +183,9 @@ func (d diffOut) text() string {
 	}
 	if !d.FilesComplete {
 		text += "The files may lack what was written in the half minute before a checkpoint.\n"
+	}
+	if d.IdentityUnknown {
+		text += "Changes to /etc/hosts, hostname, machine-id and resolv.conf may be missing.\n"
 	}
 	if d.NextOffset > 0 {
 		text += fmt.Sprintf("There are more files: diff with offset %d.\n", d.NextOffset)

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,6 +18,9 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/fakeguest"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/guesttest"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/test/require"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
@@ -153,6 +157,135 @@ func TestDiffOfStoredCheckpoints(t *testing.T) {
 		t.Errorf("a checkpoint of an earlier version: %+v", p)
 	}
 }
+
+// TestDiffOfIdentityFiles: simulated guests are resealed, programs write to files with their identity, and the comparison lists these files, in
+// their place among the disk's and on any page. It does not list what a reseal wrote. A guest with an old agent is said to have told nothing.
+func TestDiffOfIdentityFiles(t *testing.T) {
+	t.Parallel()
+	s := newShelf(t)
+	guest := newResealedGuest(t, "first")
+	survey := func(g *resealedGuest) *checkpoints.Survey {
+		seen := checkpoints.SurveyOf(g.quiesce())
+		seen.DiskFlushed = true
+		return &seen
+	}
+	before := s.put(1, "etc", unchanged, survey(guest))
+	other := s.put(1, "zoo", unchanged, survey(guest.fork("second")))
+	guest.write("/etc/hosts", "127.0.0.1\tlocalhost\n10.0.0.5\tdb first\n")
+	guest.write("/etc/resolv.conf", "nameserver 192.0.2.1\n")
+	after := s.put(1, "zoo", unchanged, survey(guest))
+	fork := guest.fork("third")
+	child := s.put(1, "zoo", unchanged, survey(fork))
+	fork.write("/etc/hostname", "mine\n")
+	renamed := s.put(1, "zoo", unchanged, survey(fork))
+	fork.lacks(fakeguest.LacksIdentityFiles)
+	old := s.put(1, "zoo", unchanged, survey(fork))
+	long := survey(guest)
+	long.IdentityFiles[1] = guestapi.IdentityFile{Path: "/etc/hosts", Size: 1 << 20} // as an agent reports a file that is too large
+	large := s.put(1, "zoo", unchanged, long)
+	forged := survey(guest)
+	forged.IdentityFiles = append(forged.IdentityFiles, guestapi.IdentityFile{Path: "/etc/shadow", SHA256: "1"}, guestapi.IdentityFile{Path: "/etc/hosts", SHA256: "2"})
+	hostile := s.put(1, "zoo", unchanged, forged)
+	s.open()
+	written := []string{"changed /etc", "changed /etc/hosts in memory", "added /etc/passwd", "changed /etc/resolv.conf in memory", "added /zoo"}
+	for _, tc := range []struct {
+		name     string
+		from, to core.CheckpointID
+		complete bool
+		want     []string
+	}{
+		{"a fork", before, other, true, []string{"changed /etc", "added /etc/passwd", "added /zoo"}},
+		{"written", before, after, true, written},
+		{"a fork of what was written", after, child, true, nil},
+		{"written back", after, other, true, []string{"changed /etc/hosts in memory", "changed /etc/resolv.conf in memory"}},
+		{"renamed", child, renamed, true, []string{"changed /etc/hostname in memory"}},
+		{"an old agent", child, old, false, nil},
+		{"a large file", after, large, true, []string{"changed /etc/hosts in memory"}},
+		{"two large files", large, large, false, nil},
+		{"other paths", after, hostile, true, nil},
+	} {
+		for _, limit := range []int{1, 2, 100} {
+			var got []string
+			complete := true
+			for after := []byte(nil); ; {
+				p, err := s.Diff(t.Context(), tc.from, runnerapi.Diff{To: tc.to, After: after, Limit: limit})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if len(p.Files) > limit {
+					t.Errorf("%s: a page of %d has %d", tc.name, limit, len(p.Files))
+				}
+				complete = complete && p.IdentityComplete
+				for _, f := range p.Files {
+					line := f.Change + " " + string(f.Path)
+					if f.InMemory {
+						line += " in memory"
+					}
+					got = append(got, line)
+				}
+				if after = p.Next; len(after) == 0 {
+					break
+				}
+			}
+			if diff := cmp.Diff(tc.want, got); diff != "" || complete != tc.complete {
+				t.Errorf("%s, pages of %d, complete: %t\n%s", tc.name, limit, complete, diff)
+			}
+		}
+	}
+}
+
+// resealedGuest is a simulated guest that was resealed under a name, and runs.
+type resealedGuest struct {
+	t     *testing.T
+	state *fakeguest.State
+	c     *guesttest.Client
+}
+
+func newResealedGuest(t *testing.T, name string) *resealedGuest {
+	t.Helper()
+	g := &resealedGuest{t: t, state: fakeguest.NewState()}
+	g.c = guesttest.NewClient(t, fakeguest.New(fakeguest.InProcess(g.state), nil))
+	return g.fork(name)
+}
+
+func (g *resealedGuest) ask(path string, in any) {
+	g.t.Helper()
+	if _, err := guesttest.Ask[json.RawMessage](g.c, http.MethodPost, path, in); err != nil {
+		g.t.Fatal(err)
+	}
+}
+
+// quiesce reports the guest at a capture, which is undone.
+func (g *resealedGuest) quiesce() guestapi.QuiesceResponse {
+	g.t.Helper()
+	id := string(core.NewID[core.CheckpointID]())
+	out, err := guesttest.Ask[guestapi.QuiesceResponse](g.c, http.MethodPost, guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: id})
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	g.ask(guestapi.PathReseed, guestapi.ReseedRequest{Entropy: guesttest.Entropy(), Generation: out.Generation})
+	g.ask(guestapi.PathRelease, guestapi.ReleaseRequest{Generation: out.Generation})
+	return out
+}
+
+// fork returns a clone that was resealed under a name.
+func (g *resealedGuest) fork(name string) *resealedGuest {
+	g.t.Helper()
+	f := &resealedGuest{t: g.t, state: g.state.Clone()}
+	f.c = guesttest.NewClient(g.t, fakeguest.New(fakeguest.InProcess(f.state), nil))
+	f.ask(guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: string(core.NewID[core.CheckpointID]())})
+	req := guesttest.ResealRequest(name)
+	req.Identity.Hostname = name
+	f.ask(guestapi.PathReseal, req)
+	f.ask(guestapi.PathRelease, guestapi.ReleaseRequest{Generation: req.Identity.Generation})
+	return f
+}
+
+func (g *resealedGuest) write(path, content string) {
+	g.state.Files[path] = fakeguest.File{Data: []byte(content)}
+}
+
+func (g *resealedGuest) lacks(what string) { g.state.Lacks = append(g.state.Lacks, what) }
 
 func TestDiffRefuses(t *testing.T) {
 	t.Parallel()

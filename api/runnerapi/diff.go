@@ -23,6 +23,8 @@ type DiffPage struct {
 	// Complete says that both guests had written everything to their disks. Otherwise what they wrote in the last half minute
 	// before their capture may be missing.
 	Complete bool `json:"complete"`
+	// IdentityComplete says that both guests have reported what is in the files with their identity, such as /etc/hosts.
+	IdentityComplete bool `json:"identity_complete,omitempty"`
 	// Unreadable counts files that a guest has damaged on its disk: they are left out, or count as changed.
 	Unreadable int `json:"unreadable"`
 
@@ -38,6 +40,7 @@ type FileChange struct {
 	What       []string `json:"what,omitempty"`
 	Size       int64    `json:"size"`
 	SizeBefore int64    `json:"size_before"`
+	InMemory   bool     `json:"in_memory,omitempty"` // its content is in the memory of the machines, and not on their disks
 }
 
 // ProcessDiff says which processes of the workload only one of the checkpoints has.

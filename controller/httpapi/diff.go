@@ -41,7 +41,7 @@ func (s *server) DiffCheckpoints(ctx context.Context, r api.DiffCheckpointsReque
 	}
 	out := api.DiffCheckpoints200JSONResponse{
 		FromID: r.CheckpointID, ToID: r.Params.To, Items: convert(d.Files, fileChangeOf), FilesComplete: d.Complete, Unreadable: d.Unreadable,
-		MemoryChangedBytes: d.MemoryBytes,
+		MemoryChangedBytes: d.MemoryBytes, IdentityUnknown: !d.IdentityComplete,
 	}
 	if len(d.Next) > 0 {
 		out.NextCursor = encodeCursor(string(d.Next))
@@ -58,7 +58,7 @@ func fileChangeOf(f runnerapi.FileChange) api.FileChange {
 	out := api.FileChange{
 		Path: strings.ToValidUTF8(string(f.Path), "\uFFFD"), Change: api.FileChangeChange(f.Change), Type: api.FileChangeType(f.Type),
 		What:      convert(f.What, func(w string) api.FileChangeWhat { return api.FileChangeWhat(w) }),
-		SizeBytes: f.Size, SizeBeforeBytes: f.SizeBefore,
+		SizeBytes: f.Size, SizeBeforeBytes: f.SizeBefore, InMemory: f.InMemory,
 	}
 	if !utf8.Valid(f.Path) {
 		out.PathBase64 = base64.StdEncoding.EncodeToString(f.Path)

@@ -23,7 +23,7 @@ func (r *Runner) diff(ctx context.Context, from core.CheckpointID, in runnerapi.
 		return runnerapi.DiffPage{}, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "a checkpoint is not on this runner")
 	}
 	was, is := a.guest, b.guest
-	page := runnerapi.DiffPage{Files: []runnerapi.FileChange{}, Complete: true}
+	page := runnerapi.DiffPage{Files: []runnerapi.FileChange{}, Complete: true, IdentityComplete: true}
 	all := maps.Clone(was.Files)
 	maps.Copy(all, is.Files)
 	for _, path := range slices.Sorted(maps.Keys(all)) {

@@ -29,7 +29,7 @@ func (s *State) quiesce(_ *http.Request, req guestapi.QuiesceRequest) (guestapi.
 	}
 	s.Quiesced = guestapi.QuiesceResponse{
 		CaptureID: req.CaptureID, Generation: s.Generation, Processes: len(s.Workload()), StaleProcesses: []core.StaleProcess{},
-		Flushed: req.FlushMS > 0, Workload: s.Workload(),
+		Flushed: req.FlushMS > 0, Workload: s.Workload(), IdentityFiles: s.identityFiles(),
 	}
 	s.State, s.CaptureID, s.Reseeded = guestapi.StateFrozen, req.CaptureID, false
 	return s.Quiesced, nil

@@ -1,12 +1,14 @@
 package fakeguest
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"time"
 
@@ -64,6 +66,30 @@ func (s *State) step(name string, req guestapi.ResealRequest, fault error) core.
 	return step
 }
 
+const hosts = "/etc/hosts"
+
+// identityFiles reports the files with the identity. A file that no program has written is the reseal's own, and not among the files.
+func (s *State) identityFiles() []guestapi.IdentityFile {
+	if slices.Contains(s.Lacks, LacksIdentityFiles) {
+		return nil
+	}
+	out := []guestapi.IdentityFile{}
+	for _, path := range guestapi.IdentityPaths() {
+		f, written := s.Files[path]
+		one := guestapi.IdentityFile{Path: path, Size: int64(len(f.Data)), Own: !written}
+		if written {
+			data := f.Data
+			if path == hosts && s.Hostname != "" {
+				data = bytes.ReplaceAll(data, []byte(s.Hostname), []byte("this-machine"))
+			}
+			sum := sha256.Sum256(data)
+			one.SHA256 = hex.EncodeToString(sum[:])
+		}
+		out = append(out, one)
+	}
+	return out
+}
+
 // change does the work of a step other than that with the entropy.
 func (s *State) change(step *core.ResealStep, req guestapi.ResealRequest) {
 	skip := func(reason string) {
@@ -79,14 +105,24 @@ func (s *State) change(step *core.ResealStep, req guestapi.ResealRequest) {
 		value(fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:16]))
 	case guestapi.StepMachineID:
 		value(req.Identity.MachineID)
+		delete(s.Files, "/etc/machine-id")
 	case guestapi.StepHostname:
 		value(req.Identity.Hostname)
+		delete(s.Files, "/etc/hostname")
+		if f, ok := s.Files[hosts]; ok && s.Hostname != "" {
+			f.Data = bytes.ReplaceAll(f.Data, []byte(s.Hostname), []byte(req.Identity.Hostname))
+			s.Files[hosts] = f
+		}
+		s.Hostname = req.Identity.Hostname
 	case guestapi.StepNetwork:
 		if req.Identity.MAC == "" && !req.Identity.IP.IsValid() {
 			skip("no network was requested")
 			break
 		}
 		setNetwork(step, req)
+		if len(req.Network.DNS) > 0 {
+			delete(s.Files, "/etc/resolv.conf")
+		}
 	case guestapi.StepSockets:
 		step.Evidence[guestapi.EvidenceDestroyed], step.Evidence[guestapi.EvidenceRemaining] = "0", "0"
 	case guestapi.StepTCPMetrics:

@@ -31,6 +31,8 @@ type State struct {
 	Random []byte // the key of the random generator
 	Drawn  uint64 // how often it was used under this key
 
+	Hostname string // of the last reseal
+
 	Counter     int64           // of the program inc
 	Files       map[string]File // by absolute path; a directory of a file need not be there itself
 	Sessions    []*Session      // oldest first
@@ -39,6 +41,9 @@ type State struct {
 	Lacks       []string // features of guestapi that the agent is too old for
 	OutputBytes int      // how much output of each stream is kept
 }
+
+// LacksIdentityFiles in Lacks makes an agent that does not report the files with the identity at a capture. It is no feature that a host asks for.
+const LacksIdentityFiles = "identity_files"
 
 // NewState is the state of a guest that was switched on.
 func NewState() *State {

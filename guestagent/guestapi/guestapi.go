@@ -164,6 +164,22 @@ type QuiesceResponse struct {
 	FlushMS           float64                `json:"flush_ms,omitempty"`
 	Workload          []core.WorkloadProcess `json:"workload,omitempty"`
 	WorkloadTruncated bool                   `json:"workload_truncated,omitempty"`
+
+	// IdentityFiles are the files with the machine's identity, which are in its memory. Absent: the agent is older than this field.
+	IdentityFiles []IdentityFile `json:"identity_files,omitzero"`
+}
+
+// IdentityFile says what one of them holds, in a form in which machines can be compared that each have an identity of their own.
+type IdentityFile struct {
+	Path   string `json:"path"`
+	Size   int64  `json:"size"`
+	Own    bool   `json:"own,omitempty"`    // it is as the last reseal wrote it, or as the image has it
+	SHA256 string `json:"sha256,omitempty"` // otherwise, of its content without the machine's name; absent: it is too large
+}
+
+// IdentityPaths are the paths that an agent reports.
+func IdentityPaths() []string {
+	return []string{"/etc/hostname", "/etc/hosts", "/etc/machine-id", "/etc/resolv.conf"}
 }
 
 // EntropySize is the number of fresh random bytes that the host sends with a reseed or reseal.

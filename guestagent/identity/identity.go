@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
@@ -22,16 +23,13 @@ const RunDir = "/run/coppice"
 // that was a quarter of all code that a reseal executed (docs/adr/0006).
 const dir = RunDir + "/identity"
 
-// covered are the files that CoverFiles covers, where the image has a plain file or nothing. A link (such as
-// /etc/resolv.conf to a resolver's file) stays unchanged.
-var covered = []string{"/etc/machine-id", "/etc/hostname", "/etc/hosts", "/etc/resolv.conf"}
-
-// CoverFiles mounts copies over these files, in the mount namespace of the calling thread.
+// CoverFiles mounts copies over the files with the machine's identity ([guestapi.IdentityPaths]), where the image has a plain file or nothing, in the mount namespace of
+// the calling thread. A link (such as /etc/resolv.conf to a resolver's file) stays unchanged.
 func CoverFiles() error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	for _, path := range covered {
+	for _, path := range guestapi.IdentityPaths() {
 		fi, err := os.Lstat(path)
 		switch {
 		case errors.Is(err, fs.ErrNotExist):
@@ -40,7 +38,7 @@ func CoverFiles() error {
 			}
 		case err != nil:
 			return err
-		case !fi.Mode().IsRegular():
+		case !fi.Mode().IsRegular(), fi.Size() > maxReported: // a part of it must not cover it
 			continue
 		}
 		if err := cover(path, filepath.Join(dir, filepath.Base(path))); err != nil {
@@ -67,12 +65,47 @@ func cover(path, with string) error {
 	return nil
 }
 
+// maxReported bounds the size of a file whose content is reported. It is read while the workload is frozen.
+const maxReported = 64 << 10
+
+// Report describes the files that are covered. wrote is what the last reseal wrote to them. A file that is too large, or cannot be read, has no
+// digest. A file whose cover root in the workload has removed is left out: it is on the disk.
+func Report(wrote map[string]string) ([]guestapi.IdentityFile, error) {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return nil, os.NewSyscallError("uname", err)
+	}
+	out := []guestapi.IdentityFile{}
+	for _, path := range guestapi.IdentityPaths() {
+		file, size, ok := coverOf(path)
+		if !ok {
+			continue
+		}
+		b, err := smallfile.Read(file)
+		if err != nil || size > maxReported {
+			out = append(out, guestapi.IdentityFile{Path: path, Size: size})
+			continue
+		}
+		was, known := wrote[path]
+		out = append(out, Describe(path, string(b), was, known, unix.ByteSliceToString(u.Nodename[:])))
+	}
+	return out, nil
+}
+
+// coverOf returns the file that is mounted over a path, and its size. ok is false if nothing is mounted there, or something else.
+func coverOf(path string) (file string, size int64, ok bool) {
+	file = dir + "/" + filepath.Base(path)
+	var here, there unix.Stat_t
+	if unix.Stat(path, &here) != nil || unix.Stat(file, &there) != nil || here.Dev != there.Dev || here.Ino != there.Ino {
+		return "", 0, false
+	}
+	return file, there.Size, true
+}
+
 // WriteFile writes one of the files: in place if the mount is there. Nothing of the workload runs that could see a
 // partial file. Root in the workload may have removed the mount; then the file itself is replaced.
 func WriteFile(path string, b []byte, mode uint32) error {
-	file := dir + "/" + filepath.Base(path)
-	var here, there unix.Stat_t
-	if unix.Stat(path, &here) == nil && unix.Stat(file, &there) == nil && here.Dev == there.Dev && here.Ino == there.Ino {
+	if file, _, ok := coverOf(path); ok {
 		return smallfile.Write(file, b, mode)
 	}
 	return smallfile.Replace(path, b, mode)

@@ -9,10 +9,8 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"strconv"
-	"strings"
 	"time"
 	"unsafe"
 
@@ -145,7 +143,7 @@ const dbusID = "/var/lib/dbus/machine-id"
 func stepMachineID(_ context.Context, r *Run) (Evidence, error) {
 	id := r.req.Identity.MachineID
 	const main = "/etc/machine-id"
-	if err := identity.WriteFile(main, []byte(id+"\n"), 0o444); err != nil {
+	if err := r.writeIdentity(main, id+"\n", 0o444); err != nil {
 		return nil, err
 	}
 	if r.found != nil && r.found.dbus || r.found == nil && smallfile.IsRegular(dbusID) {
@@ -168,14 +166,10 @@ func stepHostname(_ context.Context, r *Run) (Evidence, error) {
 	if err := unix.Sethostname([]byte(name)); err != nil {
 		return nil, wrap(err, "sethostname")
 	}
-	if err := identity.WriteFile("/etc/hostname", []byte(name+"\n"), 0o644); err != nil {
+	if err := r.writeIdentity("/etc/hostname", name+"\n", 0o644); err != nil {
 		return nil, err
 	}
-	hosts, err := smallfile.Read("/etc/hosts")
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, err
-	}
-	if err := identity.WriteFile("/etc/hosts", []byte(editHosts(string(hosts), old, name)), 0o644); err != nil {
+	if err := renameInHosts("/etc/hosts", old, name); err != nil {
 		return nil, err
 	}
 	if err := unix.Uname(&u); err != nil {
@@ -184,37 +178,27 @@ func stepHostname(_ context.Context, r *Run) (Evidence, error) {
 	return Evidence{guestapi.EvidenceValue: unix.ByteSliceToString(u.Nodename[:]), "before": old}, nil
 }
 
-// editHosts renames the machine in /etc/hosts: it replaces the old name wherever that is a whole word, and gives the
-// new name to 127.0.1.1, Debian's address for the machine's own name.
-func editHosts(hosts, old, name string) string {
-	var out strings.Builder
-	local := false
-	for line := range strings.Lines(hosts) {
-		text, comment, hasComment := strings.Cut(strings.TrimRight(line, "\n"), "#")
-		fields := strings.Fields(text)
-		if len(fields) == 0 {
-			out.WriteString(strings.TrimRight(line, "\n") + "\n")
-			continue
-		}
-		if fields[0] == "127.0.1.1" {
-			continue // written again below
-		}
-		local = local || fields[0] == "127.0.0.1"
-		for i, f := range fields[1:] {
-			if f == old && old != "localhost" {
-				fields[i+1] = name
-			}
-		}
-		out.WriteString(strings.Join(fields, "\t"))
-		if hasComment {
-			out.WriteString(" #" + comment)
-		}
-		out.WriteString("\n")
+// maxHosts bounds the size of an /etc/hosts in which the machine is renamed. Some users block thousands of names there.
+const maxHosts = 4 << 20
+
+// renameInHosts renames the machine in /etc/hosts. A larger file stays as it is: a part of it must not replace it.
+func renameInHosts(path, old, name string) error {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err == nil && st.Size > maxHosts {
+		return nil
 	}
-	if !local {
-		out.WriteString("127.0.0.1\tlocalhost\n")
+	var hosts []byte
+	fd, err := smallfile.Open(path, unix.O_RDONLY, 0)
+	switch {
+	case err == nil:
+		hosts, err = smallfile.ReadToEnd(fd, maxHosts+1)
+		if err = errors.Join(err, unix.Close(fd)); err != nil {
+			return smallfile.PathError("read", path, err)
+		}
+	case !errors.Is(err, unix.ENOENT):
+		return smallfile.PathError("open", path, err)
 	}
-	return out.String() + "127.0.1.1\t" + name + "\n"
+	return identity.WriteFile(path, []byte(identity.EditHosts(string(hosts), old, name)), 0o644)
 }
 
 const tfoKeyPath = "/proc/sys/net/ipv4/tcp_fastopen_key"

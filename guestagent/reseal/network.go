@@ -18,7 +18,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
-	"github.com/coppice-dev/coppice/guestagent/identity"
 	"github.com/coppice-dev/coppice/guestagent/smallfile"
 )
 
@@ -120,7 +119,7 @@ func stepNetwork(_ context.Context, r *Run) (Evidence, error) {
 		for _, a := range want.DNS {
 			b.WriteString("nameserver " + a.String() + "\n")
 		}
-		if err := identity.WriteFile("/etc/resolv.conf", []byte(b.String()), 0o644); err != nil {
+		if err := r.writeIdentity("/etc/resolv.conf", b.String(), 0o644); err != nil {
 			return nil, err
 		}
 	}

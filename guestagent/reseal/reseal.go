@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/identity"
 	"github.com/coppice-dev/coppice/guestagent/procfs"
 	"github.com/coppice-dev/coppice/guestagent/smallfile"
 	"github.com/coppice-dev/coppice/guestagent/workload"
@@ -30,8 +31,9 @@ func (e skipError) Error() string { return string(e) }
 type Resealer struct {
 	work      Workload
 	processes scanner
-	found     *findings // by the last Inspect; nil in an agent that started later
-	trust     *trust    // the CA that was installed last; nil if there is none
+	found     *findings         // by the last Inspect; nil in an agent that started later
+	wrote     map[string]string // what the last reseal wrote to the files with the identity; nil in an agent that started later
+	trust     *trust            // the CA that was installed last; nil if there is none
 	steps     []Step
 	sys       system
 }
@@ -42,6 +44,28 @@ type findings struct {
 	nic  nicState
 	dbus bool              // the machine id is kept a second time
 	idle map[string]string // steps that have nothing to do, and why
+
+	identity []guestapi.IdentityFile
+}
+
+// IdentityFiles are the files with the machine's identity, as the last Inspect has found them.
+func (r *Resealer) IdentityFiles() []guestapi.IdentityFile {
+	if r.found == nil {
+		return nil
+	}
+	return r.found.identity
+}
+
+// writeIdentity writes a file with the machine's identity, and remembers what it wrote.
+func (r *Run) writeIdentity(path, content string, mode uint32) error {
+	if err := identity.WriteFile(path, []byte(content), mode); err != nil {
+		return err
+	}
+	if r.wrote == nil {
+		r.wrote = map[string]string{}
+	}
+	r.wrote[path] = content
+	return nil
 }
 
 // Inspect collects the facts that a reseal needs. It is called when the workload has just been frozen.
@@ -56,7 +80,10 @@ func (r *Resealer) inspect() (*findings, error) {
 		return nil, err
 	}
 	found := &findings{nic: nic, idle: map[string]string{}}
-	err = r.work.Inside(func() error {
+	err = r.work.Inside(func() (err error) {
+		if found.identity, err = identity.Report(r.wrote); err != nil {
+			return err
+		}
 		found.dbus = smallfile.IsRegular(dbusID)
 		for _, s := range r.steps {
 			if s.Nothing == nil {

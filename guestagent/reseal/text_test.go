@@ -6,36 +6,13 @@ import (
 	"errors"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/coppice-dev/coppice/guestagent/guesttest"
 )
-
-func TestEditHosts(t *testing.T) {
-	t.Parallel()
-	for _, tc := range []struct{ name, hosts, old, want string }{
-		{"empty", "", "coppice", "127.0.0.1\tlocalhost\n127.0.1.1\tfork\n"},
-		{"Debian's", "127.0.0.1\tlocalhost\n127.0.1.1\told.example old\n", "old", "127.0.0.1\tlocalhost\n127.0.1.1\tfork\n"},
-		{
-			"a user's lines", "# mine\n127.0.0.1 localhost old\n\n10.0.0.5 db older # old\n::1 localhost", "old",
-			"# mine\n127.0.0.1\tlocalhost\tfork\n\n10.0.0.5\tdb\tolder # old\n::1\tlocalhost\n127.0.1.1\tfork\n",
-		},
-		{"localhost stays", "127.0.0.1 localhost\n", "localhost", "127.0.0.1\tlocalhost\n127.0.1.1\tfork\n"},
-	} {
-		if diff := cmp.Diff(tc.want, editHosts(tc.hosts, tc.old, "fork")); diff != "" {
-			t.Errorf("%s:\n%s", tc.name, diff)
-		}
-		// A fork of the fork renames it again, and the file does not grow.
-		again := editHosts(editHosts(tc.hosts, tc.old, "fork"), "fork", "second")
-		if strings.Contains(again, "fork") || strings.Count(again, "127.0.1.1") != 1 {
-			t.Errorf("%s, renamed again: %q", tc.name, again)
-		}
-	}
-}
 
 func TestAddCA(t *testing.T) {
 	t.Parallel()
@@ -118,5 +95,36 @@ func TestWorkloadIsBounded(t *testing.T) {
 	}
 	if args := argsOf(os.Getpid()); args == "" || len(args) > 128+3 {
 		t.Errorf("own arguments: %s", strconv.Quote(args))
+	}
+}
+
+// TestRenameInHosts: a reseal keeps every line of a long /etc/hosts, and does not touch one that is too long to be edited.
+func TestRenameInHosts(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "hosts")
+	for _, lines := range []int{0, 1, 10_000, 300_000} {
+		text := "127.0.0.1\tlocalhost\n" + strings.Repeat("0.0.0.0\tads.example\n", lines) + "127.0.1.1\told\n"
+		want := strings.TrimSuffix(text, "127.0.1.1\told\n") + "127.0.1.1\tnew\n"
+		if len(text) > maxHosts {
+			want = text
+		}
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := renameInHosts(path, "old", "new"); err != nil {
+			t.Fatal(err)
+		}
+		if b, err := os.ReadFile(path); err != nil || string(b) != want {
+			t.Errorf("%d lines: %d bytes became %d, want %d: %v", lines, len(text), len(b), len(want), err)
+		}
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if err := renameInHosts(path, "old", "new"); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := os.ReadFile(path); err != nil || string(b) != "127.0.0.1\tlocalhost\n127.0.1.1\tnew\n" {
+		t.Errorf("%q, %v", b, err)
 	}
 }

@@ -18,11 +18,17 @@ type Survey struct {
 	FlushMS     float64                `json:"flush_ms,omitempty"` // duration of the flush in the freeze
 	Processes   []core.WorkloadProcess `json:"processes"`
 	Truncated   bool                   `json:"truncated,omitempty"` // there were more processes
+
+	// IdentityFiles are the files with the machine's identity, at most one for each path. Absent: the guest's agent did not report them.
+	IdentityFiles []guestapi.IdentityFile `json:"identity_files,omitzero"`
 }
 
 // SurveyOf returns the report of a guest that was frozen.
 func SurveyOf(frozen guestapi.QuiesceResponse) Survey {
-	return Survey{DiskFlushed: frozen.Flushed, FlushMS: frozen.FlushMS, Processes: frozen.Workload, Truncated: frozen.WorkloadTruncated}
+	return Survey{
+		DiskFlushed: frozen.Flushed, FlushMS: frozen.FlushMS, Processes: frozen.Workload, Truncated: frozen.WorkloadTruncated,
+		IdentityFiles: frozen.IdentityFiles,
+	}
 }
 
 // Write makes it durable in the directory of a capture.

@@ -160,6 +160,7 @@ func (c *Comparer) disks(ctx context.Context, a, b *checkpoints.Side, req runner
 			Path: change.Path, Change: string(change.Kind), Type: change.Type, What: change.What, Size: change.Size, SizeBefore: change.SizeBefore,
 		})
 	}
+	addIdentity(&page, a.Survey.IdentityFiles, b.Survey.IdentityFiles, req)
 	return page, nil
 }
 

@@ -1143,7 +1143,12 @@ type CheckpointDiff struct {
 
 	// FromID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 	FromID CheckpointID `json:"from_id"`
-	Items  []FileChange `json:"items"`
+
+	// IdentityUnknown Changes to `/etc/hosts`, `/etc/hostname`, `/etc/machine-id` and `/etc/resolv.conf` may be
+	// missing: a guest has not reported what it has there, because its agent is of an earlier
+	// version, or one of the files is larger than 64 KiB.
+	IdentityUnknown bool         `json:"identity_unknown,omitempty,omitzero"`
+	Items           []FileChange `json:"items"`
 
 	// MemoryChangedBytes Only on the first page: bytes in memory pages that differ.
 	MemoryChangedBytes *int64 `json:"memory_changed_bytes,omitempty"`
@@ -1513,6 +1518,9 @@ type FieldProblem struct {
 // FileChange defines model for FileChange.
 type FileChange struct {
 	Change FileChangeChange `json:"change"`
+
+	// InMemory The content is in the memory of the machines, mounted over the file of the disk, which `/v1/checkpoints/{id}/files` reads: `/etc/hosts` and the other files with a machine's identity. What Coppice itself writes there for each machine does not count as a change.
+	InMemory bool `json:"in_memory,omitempty,omitzero"`
 
 	// Path Absolute, as the guest named it. Bytes that are not UTF-8 are replaced; then `path_base64` has them.
 	Path string `json:"path"`

@@ -17,14 +17,14 @@ func TestDiff(t *testing.T) {
 	id := forkOne(t, c.s, seed(t))
 	shell(t, c.s, id, "mkdir /root/diff; echo 1 > /root/diff/stays; echo 1 > /root/diff/goes")
 	c.ok("ckpt", "create", id, "--name", "diff-before")
-	shell(t, c.s, id, "echo new > /root/diff/comes; rm /root/diff/goes; chmod 600 /etc/passwd; sleep 4242 > /dev/null 2>&1 &")
+	shell(t, c.s, id, "echo new > /root/diff/comes; rm /root/diff/goes; chmod 600 /etc/passwd; echo 10.9.9.9 db >> /etc/hosts; sleep 4242 > /dev/null 2>&1 &")
 	c.ok("ckpt", "create", id, "--name", "diff-after")
 	out := c.ok("ckpt", "diff", "diff-before", "diff-after")
 	lines := strings.Split(strings.TrimSpace(out), "\n")
-	if len(lines) != 5 || !strings.HasSuffix(lines[3], " sleep 4242") || !strings.HasPrefix(lines[4], "1 added, 1 changed, 1 removed; 1 started, 0 gone; ") {
+	if len(lines) != 6 || !strings.HasSuffix(lines[4], " sleep 4242") || !strings.HasPrefix(lines[5], "1 added, 2 changed, 1 removed; 1 started, 0 gone; ") {
 		t.Fatalf("the command says:\n%s", out)
 	}
-	if diff := cmp.Diff([]string{"M /etc/passwd (mode)", "A /root/diff/comes", "D /root/diff/goes"}, lines[:3]); diff != "" {
+	if diff := cmp.Diff([]string{"M /etc/hosts (content, in memory)", "M /etc/passwd (mode)", "A /root/diff/comes", "D /root/diff/goes"}, lines[:4]); diff != "" {
 		t.Error(diff)
 	}
 	branch := strings.TrimSpace(c.ok("fork", "diff-before", "-q"))
@@ -37,17 +37,28 @@ func TestDiff(t *testing.T) {
 	}
 	var changes []string
 	for _, f := range d.Items {
+		if f.InMemory {
+			changes = append(changes, string(f.Change)+" "+f.Path)
+		}
 		if strings.HasPrefix(f.Path, "/root/diff/") { // a fork's identity may be among the rest
 			changes = append(changes, string(f.Change)+" "+f.Path)
 		}
 	}
-	if diff := cmp.Diff([]string{"added /root/diff/comes", "removed /root/diff/goes", "removed /root/diff/other"}, changes); diff != "" {
+	if diff := cmp.Diff([]string{"changed /etc/hosts", "added /root/diff/comes", "removed /root/diff/goes", "removed /root/diff/other"}, changes); diff != "" {
 		t.Error(diff)
 	}
-	if !d.FilesComplete || d.Unreadable > 0 || d.MemoryChangedBytes == nil || *d.MemoryChangedBytes == 0 || d.Processes == nil || len(d.Processes.Started) == 0 {
+	if !d.FilesComplete || d.IdentityUnknown || d.Unreadable > 0 || d.MemoryChangedBytes == nil || *d.MemoryChangedBytes == 0 || d.Processes == nil || len(d.Processes.Started) == 0 {
 		t.Errorf("%+v", d)
 	}
-	for _, name := range []string{"diff-before", "diff-after", "diff-branch"} {
+	// A fork has the line that was written to /etc/hosts, and a name of its own; neither is a difference.
+	child := strings.TrimSpace(c.ok("fork", "diff-after", "-q"))
+	endWithTest(t, c.s, child)
+	shell(t, c.s, child, "grep '^10.9.9.9' /etc/hosts")
+	c.ok("ckpt", "create", child, "--name", "diff-child")
+	if out := c.ok("ckpt", "diff", "diff-after", "diff-child"); strings.Contains(out, "in memory") || strings.Contains(out, "may be missing") {
+		t.Errorf("a fork differs from its parent:\n%s", out)
+	}
+	for _, name := range []string{"diff-before", "diff-after", "diff-branch", "diff-child"} {
 		c.ok("ckpt", "rm", name)
 	}
 }

@@ -45,6 +45,8 @@ func contents(ctx context.Context, client *coppice.Client, d coppice.CheckpointD
 		case len(out.Contents) >= maxContentFiles:
 			out.Contents = append(out.Contents, contentDiff{Note: fmt.Sprintf("the content of more than %d files differs; the others are not shown", maxContentFiles)})
 			return out, nil
+		case f.InMemory:
+			one.Note = "it is in the memory of the machines: compare it in running forks"
 		case f.PathBase64 != "":
 			one.Note = "its name is not text"
 		case max(f.SizeBytes, f.SizeBeforeBytes) > maxContentBytes:

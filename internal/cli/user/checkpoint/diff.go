@@ -24,8 +24,9 @@ func newDiffCommand(a *cli.App) *cobra.Command {
 		Long: `Show the differences between two checkpoints of one tree: files added (A), changed (M) and removed (D), processes started (+) and ended (-),
 and how much memory differs. No machine is started for it. A renamed file appears as one removed and one added file.
 
-The files are those of the disk. What a machine keeps in memory counts as memory: /run, other file systems in memory, and its own
-/etc/hostname, /etc/hosts, /etc/resolv.conf and /etc/machine-id, which are mounted over those of the disk. Compare these in running forks.
+The files are those of the disk, and /etc/hosts, /etc/hostname, /etc/resolv.conf and /etc/machine-id, which a machine has in memory, mounted
+over those of the disk. They are listed if a program has changed them; what Coppice writes there for each machine does not count. Anything else
+that a machine keeps in memory counts as memory: /run, and other file systems in memory.
 
 With --content, the lines that differ follow, for text files of at most 1 MiB.`,
 		Example: "  coppice ckpt diff before-upgrade 9r4w6xcv\n  coppice ckpt diff before-upgrade 9r4w6xcv --content",
@@ -97,6 +98,9 @@ func printDiff(w io.Writer, d coppice.CheckpointDiff) error {
 		for _, s := range f.What {
 			what = append(what, string(s))
 		}
+		if f.InMemory {
+			what = append(what, "in memory")
+		}
 		if len(what) > 0 {
 			line += " (" + strings.Join(what, ", ") + ")"
 		}
@@ -120,6 +124,9 @@ func printDiff(w io.Writer, d coppice.CheckpointDiff) error {
 	fmt.Fprintln(w, summary)
 	if !d.FilesComplete {
 		fmt.Fprintln(w, "Files may be missing: a guest could not write everything to its disk before its capture.")
+	}
+	if d.IdentityUnknown {
+		fmt.Fprintln(w, "Changes to /etc/hosts, hostname, machine-id and resolv.conf may be missing: a guest did not report what it has there.")
 	}
 	if d.Unreadable > 0 {
 		fmt.Fprintf(w, "%d files are damaged on a guest's disk. They are left out, or counted as changed.\n", d.Unreadable)

@@ -168,3 +168,4 @@ class Diff:
     unreadable: int
     processes: models.ProcessChanges | None
     memory_changed_bytes: int | None
+    identity_unknown: bool = False

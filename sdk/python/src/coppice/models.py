@@ -1283,6 +1283,11 @@ class CheckpointDiff(Model):
     unreadable: int
     """Files of this page that a guest has damaged on its disk. They are left out, or counted as changed."""
     next_cursor: str | None = None
+    identity_unknown: bool | None = None
+    """Changes to `/etc/hosts`, `/etc/hostname`, `/etc/machine-id` and `/etc/resolv.conf` may be missing: a guest has
+    not reported what it has there, because its agent is of an earlier version, or one of the files is larger than
+    64 KiB.
+    """
     processes: ProcessChanges | None = None
     """Only on the first page."""
     memory_changed_bytes: int | None = None
@@ -1305,6 +1310,11 @@ class FileChange(Model):
     what: list[str] | None = None
     """The fields that differ in a changed file. Times of directories are not compared, because they follow from the
     entries.
+    """
+    in_memory: bool | None = None
+    """The content is in the memory of the machines, mounted over the file of the disk, which
+    `/v1/checkpoints/{id}/files` reads: `/etc/hosts` and the other files with a machine's identity. What Coppice
+    itself writes there for each machine does not count as a change.
     """
 
 

@@ -1168,6 +1168,12 @@ export interface CheckpointDiff {
    * case.
    */
   files_complete: boolean;
+  /**
+   * Changes to `/etc/hosts`, `/etc/hostname`, `/etc/machine-id` and `/etc/resolv.conf` may be
+   * missing: a guest has not reported what it has there, because its agent is of an earlier
+   * version, or one of the files is larger than 64 KiB.
+   */
+  identity_unknown?: boolean;
   /** Files of this page that a guest has damaged on its disk. They are left out, or counted as changed. */
   unreadable: number;
   /** Only on the first page. */
@@ -1190,6 +1196,8 @@ export interface FileChange {
   size_bytes: number;
   /** 0 for an added file. */
   size_before_bytes: number;
+  /** The content is in the memory of the machines, mounted over the file of the disk, which `/v1/checkpoints/{id}/files` reads: `/etc/hosts` and the other files with a machine's identity. What Coppice itself writes there for each machine does not count as a change. */
+  in_memory?: boolean;
 }
 
 export interface ProcessChanges {

@@ -244,6 +244,7 @@ class Checkpoint:
             page = self._t.call(call, models.CheckpointDiff)
             if out is None:
                 out = Diff([], page.files_complete, 0, page.processes, page.memory_changed_bytes)
+                out.identity_unknown = bool(page.identity_unknown)
             out.files += page.items[: limit - len(out.files)]
             out.unreadable += page.unreadable
             if not page.next_cursor or len(out.files) >= limit:
