@@ -485,6 +485,7 @@ func (e OnTTL) Valid() bool {
 
 // Defines values for OperationKind.
 const (
+	OperationBuildImage         OperationKind = "build_image"
 	OperationCreateCheckpoint   OperationKind = "create_checkpoint"
 	OperationCreateWorkspace    OperationKind = "create_workspace"
 	OperationForkCheckpoint     OperationKind = "fork_checkpoint"
@@ -501,6 +502,8 @@ const (
 // Valid indicates whether the value is a known member of the OperationKind enum.
 func (e OperationKind) Valid() bool {
 	switch e {
+	case OperationBuildImage:
+		return true
 	case OperationCreateCheckpoint:
 		return true
 	case OperationCreateWorkspace:
@@ -1111,6 +1114,136 @@ type Authority struct {
 // AutoResume Resume a suspended workspace as soon as somebody uses it.
 type AutoResume = bool
 
+// BuildCopy defines model for BuildCopy.
+type BuildCopy struct {
+	// Dest A directory if it ends with a slash, or if a directory is copied.
+	Dest string `json:"dest"`
+
+	// Mode Octal. Default: as in the upload.
+	Mode string `json:"mode,omitempty,omitzero"`
+
+	// Path A path or pattern in the upload. The contents of a directory are copied, not the directory itself. Default: everything.
+	Path string `json:"path,omitempty,omitzero"`
+
+	// Upload The id of an upload.
+	Upload string `json:"upload"`
+
+	// User Owner, as `user` or `user:group`. Default: root.
+	User string `json:"user,omitempty,omitzero"`
+}
+
+// BuildImageRequest Either `dockerfile`, or `from` and `steps`.
+type BuildImageRequest struct {
+	// BuildArgs Values of ARG.
+	BuildArgs map[string]string `json:"build_args,omitempty,omitzero"`
+
+	// Context The upload that COPY and ADD read.
+	Context string `json:"context,omitempty,omitzero"`
+
+	// Dockerfile The text of a Dockerfile with one stage.
+	Dockerfile string `json:"dockerfile,omitempty,omitzero"`
+
+	// From The base.
+	From string `json:"from,omitempty,omitzero"`
+
+	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
+	Labels Labels `json:"labels,omitempty,omitzero"`
+
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
+	Name Name `json:"name"`
+
+	// Network What the build may reach. Default: `deny-all` with the bundles of all package managers. Workspaces from
+	// the image have what their own request says.
+	Network NetworkRequest `json:"network,omitempty,omitzero"`
+
+	// NoCache Carry out every instruction.
+	NoCache bool `json:"no_cache,omitempty,omitzero"`
+
+	// Resources Of the machines. A base that is a checkpoint needs its own.
+	Resources ResourcesRequest `json:"resources,omitempty,omitzero"`
+	Start     *BuildStart      `json:"start,omitempty"`
+	Steps     []BuildStep      `json:"steps,omitempty,omitzero"`
+
+	// Target The name of the stage.
+	Target string `json:"target,omitempty,omitzero"`
+}
+
+// BuildReady Either `command` or `port`.
+type BuildReady struct {
+	// Command It ends with status 0.
+	Command string `json:"command,omitempty,omitzero"`
+
+	// Port A program listens there.
+	Port int `json:"port,omitempty,omitzero"`
+
+	// TimeoutSeconds Default: 120.
+	TimeoutSeconds int `json:"timeout_seconds,omitempty,omitzero"`
+}
+
+// BuildResult defines model for BuildResult.
+type BuildResult struct {
+	// Image An image of a project. It is a checkpoint with a name.
+	Image       BuiltImage  `json:"image"`
+	OperationID OperationID `json:"operation_id"`
+
+	// Timings Stages in the order in which they ended.
+	Timings Timings `json:"timings"`
+}
+
+// BuildStart A program that runs in the image, so that every workspace from it begins with it.
+type BuildStart struct {
+	// Command For `/bin/sh -c`.
+	Command string `json:"command"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env Env `json:"env,omitempty,omitzero"`
+
+	// Ready The last checkpoint is taken when this holds. Default: at once.
+	Ready *BuildReady `json:"ready,omitempty"`
+	User  string      `json:"user,omitempty,omitzero"`
+}
+
+// BuildStep One of the fields.
+type BuildStep struct {
+	Copy *BuildCopy `json:"copy,omitempty"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env Env `json:"env,omitempty,omitzero"`
+
+	// Run A command for `/bin/sh -c`.
+	Run string `json:"run,omitempty,omitzero"`
+
+	// User Of the commands that follow and of sessions.
+	User string `json:"user,omitempty,omitzero"`
+
+	// Workdir It is made if it is missing.
+	Workdir string `json:"workdir,omitempty,omitzero"`
+}
+
+// BuiltImage An image of a project. It is a checkpoint with a name.
+type BuiltImage struct {
+	Build ImageBuild `json:"build"`
+
+	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+
+	// Config What the image says about programs. Sessions have `env`, and `workdir` and `user` unless they
+	// name others. Nothing starts `entrypoint` and `cmd`.
+	Config    ImageConfig `json:"config"`
+	CreatedAt time.Time   `json:"created_at"`
+
+	// From The base.
+	From string `json:"from"`
+
+	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
+	Labels Labels `json:"labels,omitempty,omitzero"`
+
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
+	Name Name `json:"name"`
+}
+
 // Capacity defines model for Capacity.
 type Capacity struct {
 	MemoryMiB int `json:"memory_mib"`
@@ -1337,7 +1470,7 @@ type CreateWorkspaceRequest struct {
 	// use. 0 or absent: never.
 	IdleSeconds Idle `json:"idle_seconds,omitempty,omitzero"`
 
-	// Image Name or digest of an image. Default: `base`.
+	// Image Name of an image that the project has built, or else name or digest of an image on the runners. Default: `base`. For an image that was built, `resources` is absent or equal to its own (400 `IMAGE_SHAPE`).
 	Image string `json:"image,omitempty,omitzero"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
@@ -1944,10 +2077,34 @@ type Image struct {
 	SizeBytes int64      `json:"size_bytes"`
 }
 
+// ImageBuild defines model for ImageBuild.
+type ImageBuild struct {
+	// CachedSteps Those that no machine has carried out.
+	CachedSteps int         `json:"cached_steps"`
+	OperationID OperationID `json:"operation_id"`
+
+	// Steps Instructions, with the base and the end.
+	Steps int `json:"steps"`
+}
+
+// ImageConfig What the image says about programs. Sessions have `env`, and `workdir` and `user` unless they
+// name others. Nothing starts `entrypoint` and `cmd`.
+type ImageConfig struct {
+	Cmd          []string          `json:"cmd,omitempty,omitzero"`
+	Entrypoint   []string          `json:"entrypoint,omitempty,omitzero"`
+	Env          map[string]string `json:"env"`
+	ExposedPorts []string          `json:"exposed_ports,omitempty,omitzero"`
+	Labels       map[string]string `json:"labels,omitempty,omitzero"`
+	User         string            `json:"user,omitempty,omitzero"`
+	Workdir      string            `json:"workdir,omitempty,omitzero"`
+}
+
 // ImageList defines model for ImageList.
 type ImageList struct {
-	Items      []Image `json:"items"`
-	NextCursor string  `json:"next_cursor,omitempty,omitzero"`
+	// Built The images that the project has built, by name; only in the first page.
+	Built      []BuiltImage `json:"built,omitempty,omitzero"`
+	Items      []Image      `json:"items"`
+	NextCursor string       `json:"next_cursor,omitempty,omitzero"`
 }
 
 // ImageRef defines model for ImageRef.
@@ -2106,7 +2263,7 @@ type Operation struct {
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
 	// PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
-	// the actions that had ended).
+	// the actions that had ended), BuildResult (build_image).
 	Result    json.RawMessage `json:"result,omitempty,omitzero"`
 	StartedAt time.Time       `json:"started_at,omitempty,omitzero"`
 	State     OperationState  `json:"state"`
@@ -3181,6 +3338,17 @@ type TreeWorkspace struct {
 	State WorkspaceState `json:"state"`
 }
 
+// Upload defines model for Upload.
+type Upload struct {
+	CreatedAt time.Time `json:"created_at"`
+	ExpiresAt time.Time `json:"expires_at"`
+	ID        string    `json:"id"`
+
+	// SHA256 Hexadecimal.
+	SHA256    string `json:"sha256"`
+	SizeBytes int64  `json:"size_bytes"`
+}
+
 // Usage defines model for Usage.
 type Usage struct {
 	// Checkpoints Checkpoints that are not deleted.
@@ -3377,6 +3545,9 @@ type IDSuffix = string
 // IdempotencyKey defines model for IdempotencyKey.
 type IdempotencyKey = string
 
+// ImageName 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
+type ImageName = Name
+
 // LabelFilter defines model for LabelFilter.
 type LabelFilter = []string
 
@@ -3388,6 +3559,9 @@ type NameFilter = Name
 
 // Path defines model for Path.
 type Path = string
+
+// UploadID defines model for UploadID.
+type UploadID = string
 
 // Via defines model for Via.
 type Via string
@@ -3582,6 +3756,15 @@ type ListImagesParams struct {
 
 	// Cursor The `next_cursor` of the previous page of the same list, with the same filters. A cursor of another list answers 400 `INVALID_FIELD`.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
+}
+
+// BuildImageParams defines parameters for BuildImage.
+type BuildImageParams struct {
+	// Wait Wait up to this many seconds for the operation. Default: 60.
+	Wait *Wait `form:"wait,omitempty" json:"wait,omitempty"`
+
+	// IdempotencyKey Identifies this request, so that a repeat of it creates nothing new; see Repeats. Printable ASCII, of which the first is no space.
+	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
 }
 
 // ListOperationsParams defines parameters for ListOperations.
@@ -3860,6 +4043,9 @@ type PutRetentionJSONRequestBody = RetentionPolicy
 // StepCheckpointJSONRequestBody defines body for StepCheckpoint for application/json ContentType.
 type StepCheckpointJSONRequestBody = StepRequest
 
+// BuildImageJSONRequestBody defines body for BuildImage for application/json ContentType.
+type BuildImageJSONRequestBody = BuildImageRequest
+
 // CreateProjectJSONRequestBody defines body for CreateProject for application/json ContentType.
 type CreateProjectJSONRequestBody = CreateProjectRequest
 
@@ -3991,6 +4177,15 @@ type ServerInterface interface {
 	// ListImages List the images on runners
 	// (GET /v1/images)
 	ListImages(ctx echo.Context, params ListImagesParams) error
+	// BuildImage Build an image from a Dockerfile or from steps
+	// (POST /v1/images)
+	BuildImage(ctx echo.Context, params BuildImageParams) error
+	// DeleteImage Take the name from an image that the project has built
+	// (DELETE /v1/images/{image_name})
+	DeleteImage(ctx echo.Context, imageName ImageName) error
+	// GetImage Get an image that the project has built
+	// (GET /v1/images/{image_name})
+	GetImage(ctx echo.Context, imageName ImageName) error
 	// RevokeKey Revoke an API key and the keys that were made with it
 	// (DELETE /v1/keys/{key_id})
 	RevokeKey(ctx echo.Context, keyID KeyID) error
@@ -4069,6 +4264,12 @@ type ServerInterface interface {
 	// CollectStore Remove objects from the store that nothing needs any more
 	// (POST /v1/store/gc)
 	CollectStore(ctx echo.Context, params CollectStoreParams) error
+	// DeleteUpload Remove an upload
+	// (DELETE /v1/uploads/{upload_id})
+	DeleteUpload(ctx echo.Context, uploadID UploadID) error
+	// GetUpload Get what is known of an upload
+	// (GET /v1/uploads/{upload_id})
+	GetUpload(ctx echo.Context, uploadID UploadID) error
 	// ListWorkspaces List workspaces, newest first
 	// (GET /v1/workspaces)
 	ListWorkspaces(ctx echo.Context, params ListWorkspacesParams) error
@@ -4876,6 +5077,73 @@ func (w *ServerInterfaceWrapper) ListImages(ctx echo.Context) error {
 	return err
 }
 
+// BuildImage converts echo context to params.
+func (w *ServerInterfaceWrapper) BuildImage(ctx echo.Context) error {
+	var err error
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params BuildImageParams
+	// ------------- Optional query parameter "wait" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", ctx.QueryParams(), &params.Wait, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter wait: %s", err))
+	}
+
+	headers := ctx.Request().Header
+	// ------------- Optional header parameter "Idempotency-Key" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Idempotency-Key")]; found {
+		var IdempotencyKey IdempotencyKey
+		n := len(valueList)
+		if n != 1 {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Expected one value for Idempotency-Key, got %d", n))
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Idempotency-Key", valueList[0], &IdempotencyKey, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter Idempotency-Key: %s", err))
+		}
+
+		params.IdempotencyKey = IdempotencyKey
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.BuildImage(ctx, params)
+	return err
+}
+
+// DeleteImage converts echo context to params.
+func (w *ServerInterfaceWrapper) DeleteImage(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "image_name" -------------
+	var imageName ImageName
+
+	err = runtime.BindStyledParameterWithOptions("simple", "image_name", ctx.Param("image_name"), &imageName, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter image_name: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.DeleteImage(ctx, imageName)
+	return err
+}
+
+// GetImage converts echo context to params.
+func (w *ServerInterfaceWrapper) GetImage(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "image_name" -------------
+	var imageName ImageName
+
+	err = runtime.BindStyledParameterWithOptions("simple", "image_name", ctx.Param("image_name"), &imageName, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter image_name: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.GetImage(ctx, imageName)
+	return err
+}
+
 // RevokeKey converts echo context to params.
 func (w *ServerInterfaceWrapper) RevokeKey(ctx echo.Context) error {
 	var err error
@@ -5435,6 +5703,38 @@ func (w *ServerInterfaceWrapper) CollectStore(ctx echo.Context) error {
 
 	// Invoke the callback with all the unmarshaled arguments
 	err = w.Handler.CollectStore(ctx, params)
+	return err
+}
+
+// DeleteUpload converts echo context to params.
+func (w *ServerInterfaceWrapper) DeleteUpload(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "upload_id" -------------
+	var uploadID UploadID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "upload_id", ctx.Param("upload_id"), &uploadID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter upload_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.DeleteUpload(ctx, uploadID)
+	return err
+}
+
+// GetUpload converts echo context to params.
+func (w *ServerInterfaceWrapper) GetUpload(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "upload_id" -------------
+	var uploadID UploadID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "upload_id", ctx.Param("upload_id"), &uploadID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter upload_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.GetUpload(ctx, uploadID)
 	return err
 }
 
@@ -6436,6 +6736,11 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.GET(options.BaseURL+"/v1/audit", wrapper.ListAudit, options.OperationMiddlewares["listAudit"]...)
 	router.GET(options.BaseURL+"/v1/audit/check", wrapper.CheckAudit, options.OperationMiddlewares["checkAudit"]...)
 	router.GET(options.BaseURL+"/v1/images", wrapper.ListImages, options.OperationMiddlewares["listImages"]...)
+	router.POST(options.BaseURL+"/v1/images", wrapper.BuildImage, options.OperationMiddlewares["buildImage"]...)
+	router.DELETE(options.BaseURL+"/v1/images/:image_name", wrapper.DeleteImage, options.OperationMiddlewares["deleteImage"]...)
+	router.GET(options.BaseURL+"/v1/images/:image_name", wrapper.GetImage, options.OperationMiddlewares["getImage"]...)
+	router.DELETE(options.BaseURL+"/v1/uploads/:upload_id", wrapper.DeleteUpload, options.OperationMiddlewares["deleteUpload"]...)
+	router.GET(options.BaseURL+"/v1/uploads/:upload_id", wrapper.GetUpload, options.OperationMiddlewares["getUpload"]...)
 	router.GET(options.BaseURL+"/v1/authority", wrapper.GetAuthority, options.OperationMiddlewares["getAuthority"]...)
 	router.GET(options.BaseURL+"/v1/runners", wrapper.ListRunners, options.OperationMiddlewares["listRunners"]...)
 	router.DELETE(options.BaseURL+"/v1/runners/:runner_id", wrapper.DeleteRunner, options.OperationMiddlewares["deleteRunner"]...)
@@ -7479,6 +7784,132 @@ func (response ListImagesdefaultApplicationProblemPlusJSONResponse) VisitListIma
 	return err
 }
 
+type BuildImageRequestObject struct {
+	Params BuildImageParams
+	Body   *BuildImageJSONRequestBody
+}
+
+type BuildImageResponseObject interface {
+	VisitBuildImageResponse(w http.ResponseWriter) error
+}
+
+type BuildImage200JSONResponse BuildResult
+
+func (response BuildImage200JSONResponse) VisitBuildImageResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type BuildImage202JSONResponse struct{ AcceptedJSONResponse }
+
+func (response BuildImage202JSONResponse) VisitBuildImageResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(202)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type BuildImagedefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response BuildImagedefaultApplicationProblemPlusJSONResponse) VisitBuildImageResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type DeleteImageRequestObject struct {
+	ImageName ImageName `json:"image_name"`
+}
+
+type DeleteImageResponseObject interface {
+	VisitDeleteImageResponse(w http.ResponseWriter) error
+}
+
+type DeleteImage204Response struct {
+}
+
+func (response DeleteImage204Response) VisitDeleteImageResponse(w http.ResponseWriter) error {
+	w.WriteHeader(204)
+	return nil
+}
+
+type DeleteImagedefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response DeleteImagedefaultApplicationProblemPlusJSONResponse) VisitDeleteImageResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetImageRequestObject struct {
+	ImageName ImageName `json:"image_name"`
+}
+
+type GetImageResponseObject interface {
+	VisitGetImageResponse(w http.ResponseWriter) error
+}
+
+type GetImage200JSONResponse BuiltImage
+
+func (response GetImage200JSONResponse) VisitGetImageResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetImagedefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response GetImagedefaultApplicationProblemPlusJSONResponse) VisitGetImageResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type RevokeKeyRequestObject struct {
 	KeyID KeyID `json:"key_id"`
 }
@@ -8466,6 +8897,78 @@ type CollectStoredefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response CollectStoredefaultApplicationProblemPlusJSONResponse) VisitCollectStoreResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type DeleteUploadRequestObject struct {
+	UploadID UploadID `json:"upload_id"`
+}
+
+type DeleteUploadResponseObject interface {
+	VisitDeleteUploadResponse(w http.ResponseWriter) error
+}
+
+type DeleteUpload204Response struct {
+}
+
+func (response DeleteUpload204Response) VisitDeleteUploadResponse(w http.ResponseWriter) error {
+	w.WriteHeader(204)
+	return nil
+}
+
+type DeleteUploaddefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response DeleteUploaddefaultApplicationProblemPlusJSONResponse) VisitDeleteUploadResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetUploadRequestObject struct {
+	UploadID UploadID `json:"upload_id"`
+}
+
+type GetUploadResponseObject interface {
+	VisitGetUploadResponse(w http.ResponseWriter) error
+}
+
+type GetUpload200JSONResponse Upload
+
+func (response GetUpload200JSONResponse) VisitGetUploadResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetUploaddefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response GetUploaddefaultApplicationProblemPlusJSONResponse) VisitGetUploadResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -9974,6 +10477,15 @@ type StrictServerInterface interface {
 	// ListImages List the images on runners
 	// (GET /v1/images)
 	ListImages(ctx context.Context, request ListImagesRequestObject) (ListImagesResponseObject, error)
+	// BuildImage Build an image from a Dockerfile or from steps
+	// (POST /v1/images)
+	BuildImage(ctx context.Context, request BuildImageRequestObject) (BuildImageResponseObject, error)
+	// DeleteImage Take the name from an image that the project has built
+	// (DELETE /v1/images/{image_name})
+	DeleteImage(ctx context.Context, request DeleteImageRequestObject) (DeleteImageResponseObject, error)
+	// GetImage Get an image that the project has built
+	// (GET /v1/images/{image_name})
+	GetImage(ctx context.Context, request GetImageRequestObject) (GetImageResponseObject, error)
 	// RevokeKey Revoke an API key and the keys that were made with it
 	// (DELETE /v1/keys/{key_id})
 	RevokeKey(ctx context.Context, request RevokeKeyRequestObject) (RevokeKeyResponseObject, error)
@@ -10052,6 +10564,12 @@ type StrictServerInterface interface {
 	// CollectStore Remove objects from the store that nothing needs any more
 	// (POST /v1/store/gc)
 	CollectStore(ctx context.Context, request CollectStoreRequestObject) (CollectStoreResponseObject, error)
+	// DeleteUpload Remove an upload
+	// (DELETE /v1/uploads/{upload_id})
+	DeleteUpload(ctx context.Context, request DeleteUploadRequestObject) (DeleteUploadResponseObject, error)
+	// GetUpload Get what is known of an upload
+	// (GET /v1/uploads/{upload_id})
+	GetUpload(ctx context.Context, request GetUploadRequestObject) (GetUploadResponseObject, error)
 	// ListWorkspaces List workspaces, newest first
 	// (GET /v1/workspaces)
 	ListWorkspaces(ctx context.Context, request ListWorkspacesRequestObject) (ListWorkspacesResponseObject, error)
@@ -10877,6 +11395,104 @@ func (sh *strictHandler) ListImages(ctx echo.Context, params ListImagesParams) e
 		return err
 	} else if validResponse, ok := response.(ListImagesResponseObject); ok {
 		return validResponse.VisitListImagesResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// BuildImage operation middleware
+func (sh *strictHandler) BuildImage(ctx echo.Context, params BuildImageParams) error {
+	var request BuildImageRequestObject
+
+	request.Params = params
+
+	var body BuildImageJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.BuildImage(ctx.Request().Context(), request.(BuildImageRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "BuildImage")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(BuildImageResponseObject); ok {
+		return validResponse.VisitBuildImageResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// DeleteImage operation middleware
+func (sh *strictHandler) DeleteImage(ctx echo.Context, imageName ImageName) error {
+	var request DeleteImageRequestObject
+
+	request.ImageName = imageName
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.DeleteImage(ctx.Request().Context(), request.(DeleteImageRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "DeleteImage")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(DeleteImageResponseObject); ok {
+		return validResponse.VisitDeleteImageResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// GetImage operation middleware
+func (sh *strictHandler) GetImage(ctx echo.Context, imageName ImageName) error {
+	var request GetImageRequestObject
+
+	request.ImageName = imageName
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.GetImage(ctx.Request().Context(), request.(GetImageRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "GetImage")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(GetImageResponseObject); ok {
+		return validResponse.VisitGetImageResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}
@@ -11712,6 +12328,56 @@ func (sh *strictHandler) CollectStore(ctx echo.Context, params CollectStoreParam
 		return err
 	} else if validResponse, ok := response.(CollectStoreResponseObject); ok {
 		return validResponse.VisitCollectStoreResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// DeleteUpload operation middleware
+func (sh *strictHandler) DeleteUpload(ctx echo.Context, uploadID UploadID) error {
+	var request DeleteUploadRequestObject
+
+	request.UploadID = uploadID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.DeleteUpload(ctx.Request().Context(), request.(DeleteUploadRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "DeleteUpload")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(DeleteUploadResponseObject); ok {
+		return validResponse.VisitDeleteUploadResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// GetUpload operation middleware
+func (sh *strictHandler) GetUpload(ctx echo.Context, uploadID UploadID) error {
+	var request GetUploadRequestObject
+
+	request.UploadID = uploadID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.GetUpload(ctx.Request().Context(), request.(GetUploadRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "GetUpload")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(GetUploadResponseObject); ok {
+		return validResponse.VisitGetUploadResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -7,6 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/placement"
+	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -18,19 +19,41 @@ type CreateRequest struct {
 	Name       string // empty: made up
 	Image      string // name or digest; empty: DefaultImage
 	Resources  core.Resources
+	Shaped     bool              // the request names some of the resources
 	Egress     core.EgressPolicy // empty: deny-all
 	Allow      []string          // in the only form of its entries
 	Env        map[string]string
 	Labels     map[string]string
 	TTL        time.Duration // 0: none
 	IdlePolicy IdlePolicy
+
+	admitted steps.Note // runs in the transaction that begins the operation; nil: nothing does
 }
 
 // createWorkspace is the kind create_workspace: it finds or makes the template of the image, and forks it.
-type createWorkspace struct{ forkInput }
+type createWorkspace struct {
+	forkInput
+
+	Built bool `json:"built,omitempty"` // from an image of the project, which has a checkpoint
+}
 
 // CreateWorkspace makes a workspace from an image, as a fork of the image's template. If there is no template, it is made first.
 func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID, req CreateRequest, wait time.Duration) (Answer, error) {
+	if image, err := c.Builds.Image(ctx, project, req.Image); req.Image != "" && core.CodeOf(err) != core.CodeImageNotFound {
+		if err != nil {
+			return Answer{}, err
+		}
+		return c.fromProject(ctx, project, image, req, wait)
+	}
+	t, err := c.beginCreate(ctx, project, req, wait)
+	if err != nil {
+		return Answer{}, err
+	}
+	return t.Await(ctx, wait)
+}
+
+// beginCreate begins a workspace from an image of the runners.
+func (c *Controller) beginCreate(ctx context.Context, project core.ProjectID, req CreateRequest, wait time.Duration) (*task, error) {
 	if req.Image == "" {
 		req.Image = DefaultImage
 	}
@@ -38,18 +61,14 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		req.Egress = core.EgressDenyAll
 	}
 	if err := req.Resources.Validate(); err != nil {
-		return Answer{}, err
+		return nil, err
 	}
 	if err := grants.CheckMode(req.Egress, req.Allow); err != nil {
-		return Answer{}, err
+		return nil, err
 	}
 	image, err := c.fleet.FindImage(ctx, req.Image)
 	if err != nil {
-		t, err := c.operations.Earlier(ctx, project, err)
-		if err != nil {
-			return Answer{}, err
-		}
-		return t.Await(ctx, wait)
+		return c.operations.Earlier(ctx, project, err)
 	}
 	op := Operation{ProjectID: project, Kind: OpCreateWorkspace, Step: "template"}
 	admit := func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
@@ -76,19 +95,27 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 			return nil, err
 		}
 		op.WorkspaceID = list[0].ID
-		k := &createWorkspace{forkInput{Children: childInputs(list), plan: &forkcall.Plan{Children: list}}}
+		if req.admitted != nil {
+			if err := req.admitted(ctx, tx, steps.Begun{Operation: op.ID, Workspace: list[0].ID}); err != nil {
+				return nil, err
+			}
+		}
+		k := &createWorkspace{forkInput: forkInput{Children: childInputs(list), plan: &forkcall.Plan{Children: list}}}
 		if op.Step == "fork" {
 			k.plan.Source, k.Source, op.CheckpointID = template, template.ID, template.ID
 		}
 		return k, nil
 	}
-	return c.queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
+	return c.operations.Queue(ctx, project, wait, func(ctx context.Context) (*task, error) { return c.begin(ctx, op, admit) })
 }
 
 func (k *createWorkspace) work(ctx context.Context, c *Controller, t *task) error {
 	plan, err := k.load(ctx, c, t)
 	if err != nil {
 		return err
+	}
+	if k.Built {
+		return c.runFork(ctx, t, plan, forkOptions{one: true})
 	}
 	if parent := plan.Children[0].Parent; t.Op().Step == "fork" && plan.Source.ID == "" && parent != "" {
 		err := t.Load(ctx, func(tx Tx) error {

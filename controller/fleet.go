@@ -55,7 +55,7 @@ func (c *Controller) Fleet() *fleet.Fleet { return c.fleet }
 func newAttestations(c *Controller) *attestations.Keeper {
 	return attestations.New(attestations.Config{
 		ClusterID: c.cfg.ClusterID, Countersigner: c.countersigner, Kept: c.cfg.AttestationsKept, Log: c.log,
-		Ended: func(outcome string) { c.metrics.attestations.WithLabelValues(outcome).Inc() },
+		Ended: func(outcome string) { c.metrics.Attestations.WithLabelValues(outcome).Inc() },
 	}, partStore[attestations.Tx]{c.store.Store, func(tx AllTx) attestations.Tx { return tx }})
 }
 

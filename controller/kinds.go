@@ -22,6 +22,7 @@ const (
 	OpResumeWorkspace    OperationKind = "resume_workspace"
 	OpPruneCheckpoints   OperationKind = "prune_checkpoints"
 	OpStepCheckpoint     OperationKind = "step_checkpoint"
+	OpBuildImage         OperationKind = "build_image"
 )
 
 // kind is one kind of operation. A value of it is the input of an operation, and its row keeps the
@@ -51,6 +52,7 @@ var kinds = map[OperationKind]func() kind{
 	OpResumeWorkspace:    func() kind { return new(resumeWorkspace) },
 	OpPruneCheckpoints:   func() kind { return new(pruneCheckpoints) },
 	OpStepCheckpoint:     func() kind { return new(stepCheckpoint) },
+	OpBuildImage:         func() kind { return new(buildImage) },
 }
 
 // kindOf reads the input of an operation from its row.
@@ -86,7 +88,9 @@ func (w work) Do(ctx context.Context, t *task) error { return w.kind.work(ctx, w
 // TakeBack implements operations.Work: workspaces that the operation should make are failed, a capture is failed, and the workspace that it
 // acted on gets its old state. Runners drop what they may have of the operation.
 func (w work) TakeBack(ctx context.Context, t *task, problem error) error {
-	if k, ok := w.kind.(*stepCheckpoint); ok {
+	if k, ok := w.kind.(interface {
+		undo(ctx context.Context, c *Controller, t *task, why error) error
+	}); ok {
 		if err := k.undo(ctx, w.c, t, problem); err != nil {
 			return err
 		}

@@ -1,159 +1,34 @@
 package controller
 
 import (
-	"net/http"
-	"strconv"
-	"sync"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
-	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/controller/metrics"
 )
 
-// durations are the buckets of every histogram of seconds: 1 ms to about 2 minutes.
-var durations = prometheus.ExponentialBuckets(0.001, 2, 18)
-
-// maxPhases bounds the label phase, whose values come from runners.
-const maxPhases = 128
-
-// metrics are the metrics of a controller. No label has ids, and each label has few values.
-type metrics struct {
-	requests  *prometheus.HistogramVec // route, method, status
-	ended     *prometheus.CounterVec   // kind, outcome
-	operation *prometheus.HistogramVec // kind
-	phase     *prometheus.HistogramVec // kind, phase
-	reseal    *prometheus.HistogramVec // step
-	children  *prometheus.CounterVec   // outcome
-	seals     *prometheus.CounterVec   // outcome
-	stored    prometheus.Counter
-	collected *prometheus.CounterVec // unit
-
-	jobsFailed *prometheus.CounterVec // the label "chore" names the job
-
-	attestations *prometheus.CounterVec // outcome
-
-	inventedSessions prometheus.Counter
-
-	// mu guards phases.
-	mu     sync.Mutex
-	phases map[string]bool
-}
-
-func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
-	m := &metrics{phases: map[string]bool{}}
-	histogram := func(name, help string, labels ...string) *prometheus.HistogramVec {
-		v := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_controller_" + name, Help: help, Buckets: durations}, labels)
-		reg.MustRegister(v)
-		return v
-	}
-	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		v := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "coppice_controller_" + name, Help: help}, labels)
-		reg.MustRegister(v)
-		return v
-	}
-	gauge := func(name, help string, value func() int) {
-		reg.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "coppice_controller_" + name, Help: help}, func() float64 { return float64(value()) }))
-	}
-	m.requests = histogram("request_seconds", "Time to answer a request of the REST API.", "route", "method", "status")
-	m.ended = counter("operations_total", "Operations that ended here.", "kind", "outcome")
-	m.operation = histogram("operation_seconds", "Time from admission to the end of an operation.", "kind")
-	m.phase = histogram("phase_seconds", "Time of a phase of an operation: those of the controller, of a fork's children and of a capture.", "kind", "phase")
-	m.reseal = histogram("reseal_step_seconds", "Time of a step of a complete reseal, as the guest says.", "step")
-	m.children = counter("children_total", "Children of forks.", "outcome")
-	m.seals = counter("seals_total", "Attempts to seal a checkpoint that ended.", "outcome")
-	m.stored = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_stored_bytes_total", Help: "Bytes of objects written for checkpoints that were sealed."})
-	reg.MustRegister(m.stored)
-	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
-	m.jobsFailed = counter("chores_failed_total", "Periodic jobs, and parts of them, that failed here. They are due again after their interval.", "chore")
-	m.attestations = counter("attestations_total", "Attestations that runners sent with children of forks.", "outcome")
-	m.inventedSessions = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "coppice_controller_sessions_not_shown_total", Help: "Sessions in lists of guests that have no row and get none: the guest invented them or has too many.",
-	})
-	reg.MustRegister(m.inventedSessions)
-	gauge("guest_answer_bytes", "Bytes of guests' answers that are being read.", c.GuestBytes)
-	reg.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
-		Name: "coppice_controller_guest_answers_refused_total", Help: "Answers of guests that were refused for want of memory for their bytes.",
-	}, func() float64 {
-		_, full := c.guests.Used()
-		return float64(full)
-	}))
-	gauge("operations_running", "Operations that this controller works on.", c.operations.Running)
-	gauge("event_streams", "Open event streams.", c.Events.Streams)
-	return m
+func newMetrics(c *Controller) *metrics.Metrics {
+	return metrics.New(metrics.Sources{
+		GuestBytes: c.GuestBytes, Running: c.operations.Running, Streams: c.Events.Streams,
+		GuestRefused: func() int64 {
+			_, refused := c.guests.Used()
+			return refused
+		},
+	}, c.cfg.Metrics)
 }
 
 // ObserveRequest counts a request of the REST API. route is the path in the contract; it is empty for other paths.
 func (c *Controller) ObserveRequest(route, method string, status int, took time.Duration) {
-	switch method {
-	case http.MethodGet, http.MethodHead, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete:
-	default:
-		method = "other"
-	}
-	c.metrics.requests.WithLabelValues(route, method, strconv.Itoa(status)).Observe(took.Seconds())
+	c.metrics.Request(route, method, status, took)
 }
 
-// operationEnded counts an operation that has ended on this controller.
-func (m *metrics) operationEnded(op Operation, result Result) {
-	kind, outcome := string(op.Kind), string(op.State)
-	m.ended.WithLabelValues(kind, outcome).Inc()
-	m.operation.WithLabelValues(kind).Observe(time.Since(op.CreatedAt).Seconds())
-	m.timings(kind, op.Timings)
-	for _, child := range result.Children {
-		outcome := "ready"
-		if child.Problem != nil {
-			outcome = "failed"
-		}
-		m.children.WithLabelValues(outcome).Inc()
-		m.timings("child", child.Timings)
-		m.resealed(child.Reseal)
+func (c *Controller) countEnded(op Operation, result Result) {
+	children := make([]metrics.Child, len(result.Children))
+	for i, child := range result.Children {
+		children[i] = metrics.Child{Failed: child.Problem != nil, Timings: child.Timings, Reseal: child.Reseal}
 	}
-	if result.Reseal != nil && len(result.Children) == 0 {
-		m.resealed(result.Reseal)
-	}
+	made := &Checkpoint{}
 	if cp := result.Checkpoint; cp != nil && (op.Kind == OpCreateCheckpoint || op.Kind == OpForkWorkspace || op.Kind == OpCreateTemplate) {
-		m.timings("capture", cp.Timings)
+		made = cp
 	}
-}
-
-func (m *metrics) timings(kind string, list []core.Timing) {
-	for _, t := range list {
-		m.phase.WithLabelValues(kind, m.bounded(t.Stage)).Observe(t.DurationMS / 1000)
-	}
-}
-
-// resealed counts the steps of a reseal that the host has verified: their names are those of the protocol.
-func (m *metrics) resealed(r *core.ResealReport) {
-	if r == nil || !r.Complete {
-		return
-	}
-	for _, s := range r.Steps {
-		m.reseal.WithLabelValues(m.bounded(s.Name)).Observe(s.DurationMS / 1000)
-	}
-}
-
-// bounded keeps the number of a label's values small, whatever the values are.
-func (m *metrics) bounded(name string) string {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if !m.phases[name] {
-		if len(m.phases) >= maxPhases || len(name) > 40 {
-			return "other"
-		}
-		m.phases[name] = true
-	}
-	return name
-}
-
-// removed counts what was deleted from the store.
-func (m *metrics) removed(objects int, bytes int64) {
-	m.collected.WithLabelValues("objects").Add(float64(objects))
-	m.collected.WithLabelValues("bytes").Add(float64(bytes))
-}
-
-// sealed counts a checkpoint that was sealed.
-func (m *metrics) sealed(bytes int64, timings []core.Timing) {
-	m.timings("seal", timings)
-	m.seals.WithLabelValues("sealed").Inc()
-	m.stored.Add(float64(bytes))
+	c.metrics.Operation(op, children, result.Reseal, made.Timings)
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/operations"
 	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
@@ -39,6 +40,7 @@ type Outcome struct {
 	Checkpoint core.CheckpointID `json:"checkpoint_id,omitempty"`
 	Children   []ChildOutcome    `json:"children,omitempty"`
 	Prune      *PruneResult      `json:"prune,omitempty"`
+	Image      *builds.Image     `json:"image,omitempty"`
 }
 
 // ChildOutcome is one child of a fork, in the order asked.
@@ -55,6 +57,7 @@ type Result struct {
 	Reseal     *core.ResealReport // of Workspace
 	Children   []Child
 	Prune      *PruneResult
+	Image      *builds.Image  // that was built
 	Steps      []steps.Result // of the actions that have ended, by their order or their index
 }
 
@@ -79,7 +82,7 @@ func newEngine(c *Controller) *engine {
 		Interruptible: func(op Operation) bool { return op.Kind != OpForkWorkspace || op.Step == "fork" },
 		Ended: func(op Operation, result Result) {
 			c.ShowQueued(result.Checkpoint)
-			c.metrics.operationEnded(op, result)
+			c.countEnded(op, result)
 			c.Steps.Ended(op.ID)
 		},
 		Hint: c.Events.Hint, Log: c.log,
@@ -147,7 +150,7 @@ func (c *Controller) result(ctx context.Context, tx Tx, op Operation) (Result, e
 	for i := range reseals {
 		reports[reseals[i].WorkspaceID] = &reseals[i].Report
 	}
-	result := Result{Prune: out.Prune, Workspace: workspaces[out.Workspace], Reseal: reports[out.Workspace]}
+	result := Result{Prune: out.Prune, Image: out.Image, Workspace: workspaces[out.Workspace], Reseal: reports[out.Workspace]}
 	for _, child := range out.Children {
 		next := Child{Reseal: reports[child.Workspace], Timings: child.Timings}
 		if child.Problem != nil {

@@ -5,6 +5,7 @@ import (
 	"net/http"
 
 	"github.com/coppice-dev/coppice/controller/attestations"
+	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/cluster"
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/events"
@@ -31,6 +32,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/controller/upkeep"
+	"github.com/coppice-dev/coppice/controller/uploads"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -39,6 +41,7 @@ import (
 type AllTx interface {
 	Tx
 	attestations.Tx
+	builds.Tx
 	cluster.Tx
 	datakeys.Tx
 	events.Tx
@@ -60,6 +63,7 @@ type AllTx interface {
 	transfer.Tx
 	tree.Tx
 	upkeep.Tx
+	uploads.Tx
 }
 
 // ownStore runs the transactions of the controller itself.
@@ -136,23 +140,23 @@ func (c *Controller) makeParts() {
 	c.Keeper = sessions.New(c.sessionsConfig(), partStore[sessions.Tx]{store, func(tx AllTx) sessions.Tx { return tx }})
 	c.Rounds = retention.New(retention.Config{
 		Delete: c.pruneRound, Batch: retention.MaxDeletions, Log: c.log,
-		Failed: func() { c.metrics.jobsFailed.WithLabelValues("retention").Inc() },
+		Failed: func() { c.metrics.JobsFailed.WithLabelValues("retention").Inc() },
 	}, partStore[retention.Tx]{store, func(tx AllTx) retention.Tx { return tx }})
 	c.Sealer = sealing.New(sealing.Config{
 		Blobs: c.cfg.Store, Keys: c.dataKeys, Log: c.log,
 		Sealed: func(bytes int64, timings []core.Timing) {
-			c.metrics.sealed(bytes, timings)
+			c.metrics.Sealed(bytes, timings)
 			c.Events.Hint()
 		},
-		Ended: func(outcome string) { c.metrics.seals.WithLabelValues(outcome).Inc() },
+		Ended: func(outcome string) { c.metrics.Seals.WithLabelValues(outcome).Inc() },
 	}, partStore[sealing.Tx]{store, func(tx AllTx) sealing.Tx { return tx }})
 	c.Collector = storegc.New(storegc.Config{
-		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.removed, Log: c.log,
+		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.Removed, Log: c.log,
 	}, partStore[storegc.Tx]{store, func(tx AllTx) storegc.Tx { return tx }})
 	c.Transfers = transfer.New(transfer.Config{
 		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.RemoveBelow,
 		Imported: func(bytes int64) {
-			c.metrics.stored.Add(float64(bytes))
+			c.metrics.Stored.Add(float64(bytes))
 			c.Events.Hint()
 		},
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
@@ -177,7 +181,7 @@ func (c *Controller) sessionsConfig() sessions.Config {
 	cfg := sessions.Config{
 		Guests: c.guests, Quota: c.cfg.SessionQuota, Kept: c.cfg.SessionsKept, ExecGrace: c.cfg.ExecGrace, Log: c.log,
 		Reach: c.reach, Awaken: c.awaken, Used: c.idle.Used, Env: c.grants.Env,
-		NotShown: func(n int) { c.metrics.inventedSessions.Add(float64(n)) },
+		NotShown: func(n int) { c.metrics.InventedSessions.Add(float64(n)) },
 	}
 	if c.cfg.Trust != nil {
 		cfg.Passes, cfg.Authority = c.cfg.Trust.Passes, c.cfg.Trust.Authority.Certificate()

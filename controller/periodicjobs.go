@@ -4,11 +4,13 @@ import (
 	"context"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/tenancy"
+	"github.com/coppice-dev/coppice/controller/uploads"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 )
@@ -37,6 +39,8 @@ func (c *Controller) periodicJobs() []PeriodicJob {
 		{Name: "seal_audit", Every: tenancy.AuditEvery, Do: c.Tenancy.CloseAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.upkeep.SweepKeys},
 		{Name: "sweep_steps", Every: steps.Every, Do: c.Steps.Sweep},
+		{Name: "sweep_builds", Every: builds.Every, Do: c.Builds.Sweep},
+		{Name: "sweep_transfers", Every: uploads.Every, Do: c.Uploads.Sweep},
 		{Name: "abandon_seals", Every: abandonEvery, Do: sealer.Abandon},
 		{Name: "abandon_imports", Every: abandonEvery, Do: transfers.AbandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.Events.Tidy},
@@ -59,7 +63,7 @@ func (c *Controller) periodicJobs() []PeriodicJob {
 }
 
 // jobFailed counts a failure of a periodic job, or of a part of one.
-func (c *Controller) jobFailed(name string) { c.metrics.jobsFailed.WithLabelValues(name).Inc() }
+func (c *Controller) jobFailed(name string) { c.metrics.JobsFailed.WithLabelValues(name).Inc() }
 
 // periodicJobsLoop takes part in the periodic jobs whenever the database is reachable.
 func (c *Controller) periodicJobsLoop(ctx context.Context) {

@@ -10,10 +10,10 @@ import (
 func TestRevocationTimes(t *testing.T) {
 	t.Parallel()
 	const most = 5 * time.Second
-	if c := (Config{}).withDefaults(); c.KeyCache+c.LoopInterval > most {
+	if c := (Config{}).WithDefaults(); c.KeyCache+c.LoopInterval > most {
 		t.Errorf("by default a key is believed for %s and looked at each %s", c.KeyCache, c.LoopInterval)
 	}
-	if c := (Config{KeyCache: time.Hour}).withDefaults(); c.KeyCache > most {
+	if c := (Config{KeyCache: time.Hour}).WithDefaults(); c.KeyCache > most {
 		t.Errorf("a key is believed for %s", c.KeyCache)
 	}
 }

@@ -42,9 +42,9 @@ func (c *Controller) Step(ctx context.Context, project core.ProjectID, id core.C
 
 func (k *stepCheckpoint) step(c *Controller, t *task) steps.Step {
 	op := t.Op()
-	fork := func(ctx context.Context, name string, note steps.Note) error {
+	fork := func(ctx context.Context, row *steps.Row, note steps.Note) error {
 		req := k.Fork
-		req.Count, req.Name, req.admitted = 1, name, note
+		req.Count, req.Name, req.admitted = 1, row.Action.Name, note
 		_, err := c.beginFork(ctx, op.ProjectID, OpForkCheckpoint, asFork, op.CheckpointID, req, c.cfg.AdmissionWait)
 		return err
 	}

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/identity"
@@ -68,6 +69,7 @@ type Tx interface {
 	SessionTx
 	FleetTx
 	steps.AdmitTx
+	builds.AdmitTx
 }
 
 // WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in

@@ -5,6 +5,7 @@ import (
 	"reflect"
 	"testing"
 
+	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -30,8 +31,8 @@ func TestStoredInputs(t *testing.T) {
 		stored string
 		want   kind
 	}{
-		{OpCreateWorkspace, `{` + children + `}`, &createWorkspace{forkInput{Children: list}}},
-		{OpCreateWorkspace, `{` + children + `,"source":"ckpt_1"}`, &createWorkspace{forkInput{Children: list, Source: "ckpt_1"}}},
+		{OpCreateWorkspace, `{` + children + `}`, &createWorkspace{forkInput: forkInput{Children: list}}},
+		{OpCreateWorkspace, `{` + children + `,"source":"ckpt_1"}`, &createWorkspace{forkInput: forkInput{Children: list, Source: "ckpt_1"}}},
 		{OpCreateTemplate, `{"capture":"ckpt_2"}`, &createTemplate{Capture: "ckpt_2"}},
 		{OpCreateCheckpoint, `{` + capture + `}`, &createCheckpoint{captured}},
 		{OpForkCheckpoint, `{` + children + `,"all_or_nothing":true,"source":"ckpt_1"}`, &forkCheckpoint{forkInput{Children: list, AllOrNothing: true, Source: "ckpt_1"}}},
@@ -44,6 +45,15 @@ func TestStoredInputs(t *testing.T) {
 		{OpPruneCheckpoints, `{` + plan + `}`, &pruneCheckpoints{Prune: &PruneResult{
 			Items: []PruneItem{{ID: "ckpt_1", Reason: "age", Bytes: 7}}, Planned: 1, Kept: 2, KeptBytes: 9,
 		}}},
+		{OpCreateWorkspace, `{` + children + `,"source":"ckpt_1","built":true}`, &createWorkspace{forkInput: forkInput{Children: list, Source: "ckpt_1"}, Built: true}},
+		{
+			OpBuildImage, `{"name":"app","from":"base","steps":[{"run":"true"},{"copy":{"upload":"u","dest":"/d/"}},{"env":{"A":"1"}},{"workdir":"/w"},{"user":"u"}],"start":{"command":"s","ready":{"port":80,"seconds":5}},"resources":{"vcpus":1,"memory_mib":512,"disk_gib":1},"egress":"deny-all","allow":["a.example"]}`,
+			&buildImage{Spec: builds.Spec{
+				Name: "app", From: "base", Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, Egress: "deny-all", Allow: []string{"a.example"},
+				Steps: []builds.Step{{Run: "true"}, {Copy: &builds.CopyStep{Upload: "u", Dest: "/d/"}}, {Env: map[string]string{"A": "1"}}, {Workdir: "/w"}, {User: "u"}},
+				Start: &builds.Start{Command: "s", Ready: &builds.Ready{Port: 80, Seconds: 5}},
+			}},
+		},
 		{OpStepCheckpoint, `{"parallel":8,` + request + `}`, &stepCheckpoint{Parallel: 8, Fork: ForkRequest{
 			Allow: &[]string{"example.com"}, Env: map[string]string{"A": "1"}, Labels: map[string]string{"b": "2"}, TTL: 60, Grants: grants.Choice{Names: []string{"token"}},
 		}}},

@@ -3,11 +3,14 @@ package guestclient
 import (
 	"bytes"
 	"context"
+	"errors"
+	"io"
 	"net/http"
 	"net/url"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
@@ -123,4 +126,40 @@ func (c *Client) SetFileAttributes(ctx context.Context, s model.Sandbox, req Set
 	var out File
 	err := c.call(ctx, s, http.MethodPost, pathXAttrs, nil, req, answer{boundFile, &out})
 	return out, err
+}
+
+// Stat describes a path. Symbolic links are followed. It fails with FILE_NOT_FOUND if nothing is there.
+func (c *Client) Stat(ctx context.Context, s model.Sandbox, path string) (File, error) {
+	var out File
+	err := c.call(ctx, s, http.MethodGet, pathFiles, url.Values{"path": {path}, "stat": {"1"}, "follow": {"1"}}, nil, answer{boundFile, &out})
+	return out, err
+}
+
+// ReadFile reads a file of at most most bytes.
+func (c *Client) ReadFile(ctx context.Context, s model.Sandbox, path string, most int64) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
+	defer cancel()
+	res, err := c.ask(ctx, s, http.MethodGet, pathFiles, url.Values{"path": {path}}, "", nil)
+	if err != nil {
+		return nil, err
+	}
+	b, err := io.ReadAll(io.LimitReader(res.Body, most+1))
+	switch err = errors.Join(err, res.Body.Close()); {
+	case err != nil:
+		return nil, fault(ctx, err)
+	case int64(len(b)) > most:
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeGuestProtocol, "%s has more than %d bytes", core.Clip(path), most)
+	}
+	return b, nil
+}
+
+// PutTar unpacks a tar into a directory, which is made if it is missing.
+func (c *Client) PutTar(ctx context.Context, s model.Sandbox, dir string, body io.Reader, within time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, within)
+	defer cancel()
+	res, err := c.ask(ctx, s, http.MethodPut, pathFiles, url.Values{"path": {dir}, "mkdirs": {"1"}, "untar": {"1"}}, contentTar, body)
+	if err != nil {
+		return err
+	}
+	return res.Body.Close()
 }

@@ -52,6 +52,7 @@ const (
 	headerContent = "Content-Type"
 	contentJSON   = "application/json"
 	contentRaw    = "application/octet-stream"
+	contentTar    = "application/x-tar"
 )
 
 // answer has the destination of a guest's answer, and the bound of the answer.

@@ -50,6 +50,17 @@ var changing = map[string]func(x things) call{
 		<-begun
 		return call{method: "POST", path: "/v1/operations/" + op.ID + "/cancel"}
 	},
+	"putUpload": func(x things) call {
+		return call{method: "PUT", path: "/v1/uploads/mine", body: "a tar", header: map[string]string{"Content-Type": "application/octet-stream"}}
+	},
+	"deleteUpload": func(x things) call {
+		x.upload("mine")
+		return call{method: "DELETE", path: "/v1/uploads/mine"}
+	},
+	"deleteImage": func(x things) call {
+		x.w.want(200, "POST", "/v1/images", map[string]any{"name": "mine", "from": x.cp.ID}, nil)
+		return call{method: "DELETE", path: "/v1/images/mine"}
+	},
 	"deleteWorkspace":    func(x things) call { return call{method: "DELETE", path: "/v1/workspaces/" + x.ws.ID} },
 	"terminateWorkspace": func(x things) call { return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/terminate"} },
 	"putGrant": func(x things) call {
@@ -186,6 +197,13 @@ func TestEveryChangeIsRecorded(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+func (x things) upload(id string) {
+	x.w.t.Helper()
+	if got := x.w.do(call{method: "PUT", path: "/v1/uploads/" + id, body: "a tar", header: map[string]string{"Content-Type": "application/octet-stream"}}); got.status != 200 {
+		x.w.t.Fatalf("%d %s", got.status, got.body)
 	}
 }
 

@@ -7,12 +7,12 @@ import (
 	"path"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/labstack/echo/v4"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/httpapi/slow"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -52,12 +52,9 @@ func (s *server) checkpointFile(c echo.Context) error {
 	h.Set("Content-Length", strconv.FormatInt(content.File.Size, 10))
 	h.Set("Coppice-File", string(info))
 	c.Response().WriteHeader(http.StatusOK)
-	connection := http.NewResponseController(c.Response())
-	defer func() { _ = connection.SetWriteDeadline(time.Time{}) }()
-	return content.Write(ctx, paced(func(b []byte) (int, error) {
-		_ = connection.SetWriteDeadline(time.Now().Add(fileTime)) // not every test's writer has a connection
-		return c.Response().Write(b)
-	}))
+	to, done := slow.Writer(c)
+	defer done()
+	return content.Write(ctx, to)
 }
 
 // fileInfoOf describes what is at a path of a checkpoint. Names are bytes of a guest's choice; what is not UTF-8 in them is replaced.

@@ -12,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/httpapi/imageapi"
 	"github.com/coppice-dev/coppice/controller/httpapi/stepjson"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -233,6 +234,8 @@ func operationOf(a controller.Answer) (api.Operation, error) {
 		body = pruneResultOf(a.Result.Prune)
 	case controller.OpStepCheckpoint:
 		body = stepjson.ResultOf(a.Operation, a.Result.Steps)
+	case controller.OpBuildImage:
+		body = imageapi.ResultOf(a)
 	case controller.OpCreateTemplate:
 	}
 	if body == nil {

@@ -18,7 +18,11 @@ func (s *server) ListImages(ctx context.Context, r api.ListImagesRequestObject) 
 		return nil, err
 	}
 	list, next := cut(list, p, func(i controller.Image) string { return string(i.ID) + "/" + i.Name })
-	return api.ListImages200JSONResponse{Items: convert(list, imageOf), NextCursor: next}, nil
+	out := api.ListImages200JSONResponse{Items: convert(list, imageOf), NextCursor: next}
+	if r.Params.Cursor == "" {
+		out.Built, err = s.Built(ctx)
+	}
+	return out, err
 }
 
 // ListRunners serves GET /v1/runners.

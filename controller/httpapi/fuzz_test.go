@@ -40,6 +40,7 @@ var examples = map[string]string{
 	"patchCheckpoint":    `{"version":1,"name":"","labels":{"a":null},"annotations":{"a":null}}`,
 	"patchWorkspace":     `{"version":3,"labels":{"a":null},"ttl_seconds":0}`,
 	"exec":               `{"command":["sh","-c","true"],"cwd":"/","env":{"A":"b"},"stdin_base64":"AAEC","timeout_ms":1000,"user":"root","wait":false,"pty":true,"cols":80,"rows":24}`,
+	"buildImage":         `{"name":"a","dockerfile":"FROM base\nRUN a","context":"c","build_args":{"A":"b"},"steps":[{"copy":{"upload":"u","dest":"/a","mode":"644"}},{"env":{"A":"b"}}],"start":{"command":"a","ready":{"port":80}},"no_cache":true}`,
 	"createPort":         `{"guest_port":80,"listen":"127.0.0.1:0"}`,
 	"createWatch":        `{"path":"~/a","user":"a","recursive":true}`,
 	"makeDirectory":      `{"path":"~/a","user":"a:b","mode":"0700","parents":true}`,

@@ -91,7 +91,7 @@ var absent = map[string]string{
 	"workspace_id": string(core.NewID[core.WorkspaceID]()), "checkpoint_id": string(core.NewID[core.CheckpointID]()), "session_id": string(core.NewID[core.SessionID]()),
 	"operation_id": string(core.NewID[core.OperationID]()), "port_id": string(core.NewID[core.PortID]()), "watch_id": string(core.NewID[core.WatchID]()),
 	"runner_id":  string(core.NewID[core.RunnerID]()),
-	"project_id": string(core.NewID[core.ProjectID]()), "key_id": string(core.NewID[core.KeyID]()), "grant_id": "absent",
+	"project_id": string(core.NewID[core.ProjectID]()), "key_id": string(core.NewID[core.KeyID]()), "grant_id": "absent", "image_name": "absent", "upload_id": "absent",
 }
 
 // bodies are good ones, where one is needed.
@@ -103,6 +103,7 @@ var bodies = map[string]string{
 	"createCheckpoint": `{}`, "patchCheckpoint": `{}`, "forkCheckpoint": `{}`, "stepCheckpoint": `{"actions":[{"command":["true"]}]}`, "restoreCheckpoint": `{}`,
 	"setSessionDeadline": `{"timeout_ms":0}`, "createWatch": `{"path":"/d"}`, "makeDirectory": `{"path":"/d"}`, "renameFile": `{"from":"/d","to":"/e"}`, "setFileAttributes": `{"path":"/d"}`,
 	"createRunnerToken": `{}`,
+	"buildImage":        `{"name":"app","from":"base"}`,
 	"createProject":     `{"name":"new"}`, "patchProject": `{"quotas":{}}`, "patchRunner": `{"draining":false}`, "createKey": `{"name":"new"}`,
 }
 
@@ -159,8 +160,22 @@ func TestEveryRoute(t *testing.T) {
 				kind = core.CodeProjectNotFound
 			case strings.Contains(r.path, "{key_id}"):
 				kind = core.CodeKeyNotFound
+			case strings.Contains(r.path, "{image_name}"):
+				kind = core.CodeImageNotFound
+			case strings.Contains(r.path, "{upload_id}"):
+				kind = core.CodeUploadNotFound
 			}
-			check("absent id", func(*call) {}, 404, kind)
+			if r.id != "putUpload" { // which makes it
+				check("absent id", func(*call) {}, 404, kind)
+			}
+			if name := strings.Contains(r.path, "{image_name}"); name || strings.Contains(r.path, "{upload_id}") { // the client chooses it
+				code := core.CodeInvalidField
+				if name {
+					code = core.CodeInvalidName
+				}
+				check("malformed name", func(c *call) { c.path = strings.Replace(good.path, "absent", "ABSENT", 1) }, 400, code)
+				continue
+			}
 			bad := map[string]string{}
 			for name := range absent {
 				bad[name] = "nonsense"
@@ -172,7 +187,7 @@ func TestEveryRoute(t *testing.T) {
 			check("id in capitals", func(c *call) { c.path = r.at(bad) }, 400, core.CodeInvalidID)
 		}
 		if !r.body {
-			if !r.raw && r.method != http.MethodHead && r.id != "attach" && !strings.Contains(r.path, "files") && !strings.HasSuffix(r.path, "/events") && !strings.Contains(r.path, "export") && !strings.Contains(r.path, "output") && !strings.Contains(r.path, "console") && r.id != "getSpecification" {
+			if !r.raw && r.method != http.MethodHead && r.id != "attach" && !strings.Contains(r.path, "files") && !strings.HasSuffix(r.path, "/events") && !strings.HasSuffix(r.path, "/log") && !strings.Contains(r.path, "export") && !strings.Contains(r.path, "output") && !strings.Contains(r.path, "console") && r.id != "getSpecification" {
 				check("a body where none belongs", func(c *call) { c.body = `{"x":1}` }, 400, core.CodeMalformedBody)
 			}
 			continue

@@ -176,15 +176,19 @@ func grantsIn(g api.Grants) (out grants.Choice, err error) {
 	return out, invalid("grants", want)
 }
 
-func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
-	out := controller.CreateRequest{Name: b.Name, Image: b.Image, Resources: defaultResources, TTL: seconds(b.TTLSeconds)}
-	for _, r := range []struct {
-		from *int
-		to   *int
-	}{{b.Resources.VCPUs, &out.Resources.VCPUs}, {b.Resources.MemoryMiB, &out.Resources.MemoryMiB}, {b.Resources.DiskGiB, &out.Resources.DiskGiB}} {
-		if r.from != nil {
-			*r.to = *r.from
+func resourcesIn(r api.ResourcesRequest) core.Resources {
+	or := func(v *int, other int) int {
+		if v == nil {
+			return other
 		}
+		return *v
+	}
+	return core.Resources{VCPUs: or(r.VCPUs, defaultResources.VCPUs), MemoryMiB: or(r.MemoryMiB, defaultResources.MemoryMiB), DiskGiB: or(r.DiskGiB, defaultResources.DiskGiB)}
+}
+
+func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
+	out := controller.CreateRequest{
+		Name: b.Name, Image: b.Image, Resources: resourcesIn(b.Resources), Shaped: b.Resources != api.ResourcesRequest{}, TTL: seconds(b.TTLSeconds),
 	}
 	var err error
 	if out.IdlePolicy, err = idlePolicyIn(b.IdleSeconds, b.OnIdle, b.AutoResume, b.OnTTL); err != nil {

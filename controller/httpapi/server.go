@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi/imageapi"
 	"github.com/coppice-dev/coppice/controller/httpapi/stepjson"
 	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
@@ -25,6 +26,8 @@ import (
 
 // server implements the strict interface and the streams beside it.
 type server struct {
+	imageapi.Routes
+
 	control *controller.Controller
 	flows   journal
 	grants  grantKeeper
@@ -50,7 +53,8 @@ func newHandler(control *controller.Controller, log *slog.Logger, bodyTime time.
 }
 
 func newServer(control *controller.Controller, log *slog.Logger) *server {
-	return &server{control: control, flows: control.Flows(), grants: control.Grants(), log: log, version: version.String(), pace: defaultPace, upload: maxFile}
+	images := imageapi.Routes{Control: control, Project: projectOf, Wait: waitOf, Operation: operationOf, Labels: labelsIn, Env: envIn, Allow: allowIn, Resources: resourcesIn}
+	return &server{Routes: images, control: control, flows: control.Flows(), grants: control.Grants(), log: log, version: version.String(), pace: defaultPace, upload: maxFile}
 }
 
 func (s *server) handler(bodyTime time.Duration) http.Handler {

@@ -37,6 +37,8 @@ func (s *server) registerStreams(e *echo.Echo) {
 	e.GET("/v1/checkpoints/:checkpoint_id/files", s.checkpointFile)
 	e.GET("/v1/checkpoints/:checkpoint_id/export", s.exportCheckpoint)
 	e.POST("/v1/checkpoints", s.importCheckpoint)
+	e.PUT("/v1/uploads/:upload_id", s.PutUpload)
+	e.GET("/v1/operations/:operation_id/log", s.GetLog)
 	e.GET("/v1/events", s.events)
 	e.GET("/openapi.yaml", func(c echo.Context) error { return c.Blob(http.StatusOK, "application/yaml", api.Specification()) })
 }

@@ -70,6 +70,8 @@ type Checkpoint struct {
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks
 	Allow  []string          // likewise
+	// Published says that it was made an image, so its forks may reach what a workspace of the project may.
+	Published bool
 	// Granted says that the workspace has grants.
 	Granted bool
 	Env     map[string]string // likewise
@@ -139,9 +141,10 @@ const (
 	SealFailed    SealState = "failed" // the last attempt; another follows
 )
 
-// Origin has the rules that bound the forks of a checkpoint: the rules of its workspace. It is nil for a checkpoint from an image or a file.
+// Origin has the rules that bound the forks of a checkpoint: the rules of its workspace. It is nil for a checkpoint from an image or a
+// file, and for one that is an image.
 func (cp Checkpoint) Origin() *grants.WorkspaceRules {
-	if cp.WorkspaceID == "" {
+	if cp.WorkspaceID == "" || cp.Published {
 		return nil
 	}
 	return &grants.WorkspaceRules{ID: cp.WorkspaceID, Egress: cp.Egress, Allow: cp.Allow}

@@ -140,6 +140,7 @@ type checkpointWithSourceRow struct {
 	Egress  core.EgressPolicy `db:"egress_policy"`
 	Allow   []string          `db:"egress_allow"`
 	Granted bool              `db:"granted"`
+	Publish bool              `db:"published"`
 	Env     map[string]string `db:"env"`
 	Tree    string            `db:"tree"`
 	Address string            `db:"address"`
@@ -149,7 +150,7 @@ type checkpointWithSourceRow struct {
 // none (a template, or one that was imported) is a tree of the project.
 func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
 	row, err := pgtx.One[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `
-		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, w.grants_until IS NOT NULL AS granted, coalesce(w.env, '{}') AS env,
+		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, w.grants_until IS NOT NULL AS granted, coalesce(w.env, '{}') AS env, c.published,
 			CASE WHEN c.workspace_id IS NULL THEN @project::text || ' ' || c.id ELSE coalesce(nullif(b.tree_id, ''), c.project_id) END AS tree, coalesce(b.ip, '') AS address
 		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id
 			LEFT JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = c.sandbox_id LIMIT 1) b ON true
@@ -160,6 +161,7 @@ func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.C
 	}
 	c := row.checkpoint()
 	c.Egress, c.Allow, c.Granted, c.Env, c.Tree, c.Address = row.Egress, row.Allow, row.Granted, row.Env, row.Tree, row.Address
+	c.Published = row.Publish
 	return c, nil
 }
 

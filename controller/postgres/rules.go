@@ -31,7 +31,7 @@ type ruledRow struct {
 func (t *tx) ForkedFrom(ctx context.Context, id core.WorkspaceID) (*grants.WorkspaceRules, error) {
 	rows, err := pgtx.Many[ruledRow](ctx, t, `
 		SELECT p.id, '' AS parent, p.egress_policy, p.egress_allow FROM workspaces w JOIN checkpoints c ON c.id = w.parent_checkpoint_id
-		JOIN workspaces p ON p.id = c.workspace_id WHERE w.id = @id`, pgtx.Args{"id": id})
+		JOIN workspaces p ON p.id = c.workspace_id AND NOT c.published WHERE w.id = @id`, pgtx.Args{"id": id})
 	if err != nil || len(rows) == 0 {
 		return nil, err
 	}

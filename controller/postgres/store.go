@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres/buildrows"
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/controller/postgres/eventrows"
 	"github.com/coppice-dev/coppice/controller/postgres/fleetrows"
@@ -27,6 +28,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/controller/postgres/steprows"
 	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
+	"github.com/coppice-dev/coppice/controller/postgres/uploadrows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -160,27 +162,31 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 // tx is one transaction with all statements: those of this package, in files named after what they keep, and those of the packages below.
 type tx struct {
 	*pgtx.Tx
+	buildTx
 	eventTx
 	fleetTx
 	flowTx
 	grantTx
 	stepTx
 	tenantTx
+	uploadTx
 }
 
 // Each package has a type Tx of its own.
 type (
+	buildTx  = buildrows.Tx
 	eventTx  = eventrows.Tx
 	fleetTx  = fleetrows.Tx
 	flowTx   = flowrows.Tx
 	grantTx  = grantrows.Tx
 	stepTx   = steprows.Tx
 	tenantTx = tenantrows.Tx
+	uploadTx = uploadrows.Tx
 )
 
 var _ controller.AllTx = (*tx)(nil)
 
 // newTx names no field of tx, so that none is forgotten.
 func newTx(t *pgtx.Tx) *tx {
-	return &tx{t, eventTx{Tx: t}, fleetTx{Tx: t}, flowTx{Tx: t}, grantTx{Tx: t}, stepTx{Tx: t}, tenantTx{Tx: t}}
+	return &tx{t, buildTx{Tx: t}, eventTx{Tx: t}, fleetTx{Tx: t}, flowTx{Tx: t}, grantTx{Tx: t}, stepTx{Tx: t}, tenantTx{Tx: t}, uploadTx{Tx: t}}
 }

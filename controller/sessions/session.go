@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 const attachTTL = time.Minute
@@ -180,13 +181,30 @@ func (k *Keeper) Exec(ctx context.Context, project core.ProjectID, id core.Works
 
 // ExecOnce runs a program to its end, and returns at most the last bytes of each output. A repeat under the same claim waits for the program
 // that the first call started.
-func (k *Keeper) ExecOnce(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest, output int) (ExecResult, error) {
+// follow gets output while the program runs, if it is not nil.
+func (k *Keeper) ExecOnce(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest, output int, follow func([]byte)) (ExecResult, error) {
 	watch := core.NewStopwatch()
 	view, w, err := k.startSession(ctx, project, id, req)
 	if err != nil {
 		return ExecResult{}, err
 	}
-	return k.finish(ctx, watch, view, w, req, min(output, guestclient.MaxOutput))
+	if follow == nil {
+		return k.finish(ctx, watch, view, w, req, min(output, guestclient.MaxOutput))
+	}
+	following, end := context.WithCancel(ctx)
+	f := follower{keeper: k, view: view, at: w.Sandbox, give: follow}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		pace.Every(following, followEvery, nil, func() { f.look(following, guestclient.Session{}) })
+	}()
+	out, err := k.finish(ctx, watch, view, w, req, min(output, guestclient.MaxOutput))
+	end()
+	<-ended
+	if err == nil {
+		f.look(ctx, out.View.Guest)
+	}
+	return out, err
 }
 
 // finish waits for the end of a program that has started, and reads the last bytes of its outputs.

@@ -15,7 +15,7 @@ func (w *work) fork(ctx context.Context, row *Row) (begun bool, err error) {
 		return tx.MoveStepAction(ctx, w.Ref, Move{Index: row.Index, From: Pending, To: Forking, Fork: b.Operation, Workspace: b.Workspace})
 	}
 	for {
-		freed, hopeless, begun, err := w.try(ctx, func() error { return w.Fork(ctx, row.Action.Name, note) })
+		freed, hopeless, begun, err := w.try(ctx, func() error { return w.Fork(ctx, row, note) })
 		if begun {
 			return true, err
 		}

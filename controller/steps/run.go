@@ -70,8 +70,9 @@ type Uses struct {
 	Write      func(ctx context.Context, s model.Sandbox, f guestclient.PutFile) error
 	// Audit records that a file is about to be written, or, with a problem, that it was not.
 	Audit func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, path string, problem error) error
-	// Exec runs a program to its end and returns the last bytes of its outputs. A repeat under the same claim waits for the first program.
-	Exec func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest, output int) (sessions.ExecResult, error)
+	// Exec runs a program to its end and returns the last bytes of its outputs. A repeat under the same claim waits for the first program. follow
+	// gets output while the program runs; it may be nil.
+	Exec func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest, output int, follow func([]byte)) (sessions.ExecResult, error)
 	// Insist repeats a call to a runner that does not answer for a while.
 	Insist func(ctx context.Context, call func() error) error
 }
@@ -89,8 +90,12 @@ type Step struct {
 	Ref
 	Parallel int
 	Created  time.Time
-	// Fork begins a fork of one workspace from the checkpoint. It waits in line for room.
-	Fork func(ctx context.Context, name string, note Note) error
+	// Fork begins a fork of one workspace for an action. It waits in line for room.
+	Fork func(ctx context.Context, row *Row, note Note) error
+	// Prepare does what Action.Prepare says, in the ready workspace of the action. It may be called again. Nil: no action needs it.
+	Prepare func(ctx context.Context, ws model.Workspace, row *Row) error
+	// Follow gets the output of commands while they run. It may get a part twice if another controller takes over. Nil: nobody follows.
+	Follow func(output []byte)
 	// Lease returns nil while no other controller can have claimed the step.
 	Lease func(ctx context.Context) error
 }
@@ -152,6 +157,63 @@ func rank(r Row) int {
 		return 1
 	}
 	return 0
+}
+
+// RunOne carries out one action from where its row says, and returns its result.
+func (s *Stepper) RunOne(ctx context.Context, step Step, index int) (Result, error) {
+	var row Row
+	read := func() error {
+		return s.query(ctx, step.Project, func(tx Tx) (err error) {
+			row, err = tx.StepAction(ctx, step.ID, index)
+			return err
+		})
+	}
+	if err := read(); err != nil {
+		return Result{}, err
+	}
+	if row.Phase != Ended {
+		w := newWork(s, step, []Row{row})
+		if row.Phase != Pending {
+			w.holding++
+		}
+		if err := w.guarded(ctx, index, func() error { return w.act(ctx, index, row.Phase != Pending) }); err != nil {
+			return Result{}, err
+		}
+		if err := read(); err != nil {
+			return Result{}, err
+		}
+	}
+	return row.Result, nil
+}
+
+// Add inserts an action of an operation that makes its actions one after the other. It changes nothing if there is one with the index.
+func (s *Stepper) Add(ctx context.Context, ref Ref, index int, a Action) error {
+	return s.query(ctx, ref.Project, func(tx Tx) error { return tx.InsertStepAction(ctx, ref, index, a) })
+}
+
+// Settle ends an action that has made nothing and need not.
+func (s *Stepper) Settle(ctx context.Context, ref Ref, index int, r Result) error {
+	err := s.query(ctx, ref.Project, func(tx Tx) error {
+		return tx.MoveStepAction(ctx, ref, Move{Index: index, From: Pending, To: Ended, Result: &r})
+	})
+	if errors.Is(err, ErrMoved) {
+		return nil
+	}
+	return err
+}
+
+// Rows returns the phases of the actions of an operation, without their requests and results.
+func (s *Stepper) Rows(ctx context.Context, project core.ProjectID, id core.OperationID) (rows []Row, err error) {
+	err = s.query(ctx, project, func(tx Tx) (err error) {
+		rows, err = tx.StepActions(ctx, id)
+		return err
+	})
+	return rows, err
+}
+
+// Bind makes a call that may be repeated begin its session only once. what tells the sessions of an action apart.
+func Bind(ctx context.Context, step core.OperationID, index int, what string) context.Context {
+	return request.WithClaim(ctx, &request.Claim{Key: keyPrefix + string(step) + ":" + strconv.Itoa(index) + what, Kind: "sess"})
 }
 
 // TakeBack ends what a step has begun and not finished: forks are canceled, and workspaces terminated. A checkpoint that has begun is
@@ -327,10 +389,33 @@ func (w *work) prepare(ctx context.Context, row *Row, watch *core.Stopwatch) err
 		}
 		watch.Lap("files")
 	}
+	if row.Action.Prepare != nil {
+		if err := w.insist(ctx, func() error { return w.prepareMore(ctx, row) }); err != nil {
+			return err
+		}
+		watch.Lap("prepare")
+	}
 	if err := afterFiles.Hit(ctx); err != nil {
 		return err
 	}
 	return w.move(ctx, Move{Index: row.Index, From: Forking, To: Running})
+}
+
+func (w *work) prepareMore(ctx context.Context, row *Row) error {
+	ws, err := w.uses.Workspace(ctx, w.Project, row.Workspace)
+	if err != nil {
+		return err
+	}
+	err = w.uses.Insist(ctx, func() error {
+		if err := w.Lease(ctx); err != nil { // as for files
+			return err
+		}
+		return w.Prepare(ctx, ws, row)
+	})
+	if err != nil && stops(ctx, err) {
+		return stopped(ctx, err)
+	}
+	return err
 }
 
 func (w *work) write(ctx context.Context, row *Row) error {
@@ -408,8 +493,7 @@ func (w *work) run(ctx context.Context, row *Row, watch *core.Stopwatch) error {
 func (w *work) exec(ctx context.Context, row *Row) (out sessions.ExecResult, err error) {
 	err = w.insist(ctx, func() error {
 		return w.uses.Insist(ctx, func() (err error) {
-			claimed := request.WithClaim(ctx, &request.Claim{Key: keyPrefix + string(w.ID) + ":" + strconv.Itoa(row.Index), Kind: "sess"})
-			out, err = w.uses.Exec(claimed, w.Project, row.Workspace, *row.Action.Command, maxOutput)
+			out, err = w.uses.Exec(Bind(ctx, w.ID, row.Index, ""), w.Project, row.Workspace, *row.Action.Command, maxOutput, w.Step.Follow)
 			return err
 		})
 	})

@@ -59,6 +59,9 @@ type Action struct {
 	Keep    Keep                     `json:"keep"`
 	OnlyIf  Condition                `json:"only_if,omitzero"`
 	Node    Node                     `json:"node,omitzero"`
+
+	// Prepare is done in the workspace after its files are written and before its command runs; Step.Prepare reads it. Nil: nothing.
+	Prepare json.RawMessage `json:"prepare,omitempty"`
 }
 
 // Node has what the checkpoint of an action gets.
@@ -165,6 +168,8 @@ type Tx interface {
 	StepAction(ctx context.Context, step core.OperationID, index int) (Row, error)
 	// Operation is that of package operations.
 	Operation(ctx context.Context, id core.OperationID) (operations.Operation, error)
+	// InsertStepAction inserts an action, unless there is one with the index. It fails with operations.ErrLeaseLost as MoveStepAction does.
+	InsertStepAction(ctx context.Context, ref Ref, index int, a Action) error
 	// SweepSteps removes the actions of at most limit steps that ended more than kept ago, or that are not among the newest of their project.
 	SweepSteps(ctx context.Context, kept time.Duration, newest, limit int) (int, error)
 }

@@ -46,7 +46,7 @@ func TestStreamsAreBounded(t *testing.T) {
 // TestPanicOfAnAction: it is an error of the action.
 func TestPanicOfAnAction(t *testing.T) {
 	t.Parallel()
-	w := newWork(New(Uses{}, nil, slog.New(slog.DiscardHandler)), Step{Fork: func(context.Context, string, Note) error { panic("oh") }}, nil)
+	w := newWork(New(Uses{}, nil, slog.New(slog.DiscardHandler)), Step{Fork: func(context.Context, *Row, Note) error { panic("oh") }}, nil)
 	if _, err := w.advance(t.Context(), &Row{Phase: Pending}, core.NewStopwatch()); core.CodeOf(err) != core.CodeInternal {
 		t.Error(err)
 	}
@@ -90,7 +90,7 @@ func TestFewInLine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var in atomic.Int64
 		open := make(chan struct{})
-		w := newWork(New(Uses{}, nil, slog.New(slog.DiscardHandler)), Step{Fork: func(context.Context, string, Note) error {
+		w := newWork(New(Uses{}, nil, slog.New(slog.DiscardHandler)), Step{Fork: func(context.Context, *Row, Note) error {
 			in.Add(1)
 			<-open
 			return nil

@@ -477,6 +477,7 @@ func (e OnTTL) Valid() bool {
 
 // Defines values for OperationKind.
 const (
+	OperationBuildImage         OperationKind = "build_image"
 	OperationCreateCheckpoint   OperationKind = "create_checkpoint"
 	OperationCreateWorkspace    OperationKind = "create_workspace"
 	OperationForkCheckpoint     OperationKind = "fork_checkpoint"
@@ -493,6 +494,8 @@ const (
 // Valid indicates whether the value is a known member of the OperationKind enum.
 func (e OperationKind) Valid() bool {
 	switch e {
+	case OperationBuildImage:
+		return true
 	case OperationCreateCheckpoint:
 		return true
 	case OperationCreateWorkspace:
@@ -1052,6 +1055,136 @@ type Authority struct {
 // AutoResume Resume a suspended workspace as soon as somebody uses it.
 type AutoResume = bool
 
+// BuildCopy defines model for BuildCopy.
+type BuildCopy struct {
+	// Dest A directory if it ends with a slash, or if a directory is copied.
+	Dest string `json:"dest"`
+
+	// Mode Octal. Default: as in the upload.
+	Mode string `json:"mode,omitempty,omitzero"`
+
+	// Path A path or pattern in the upload. The contents of a directory are copied, not the directory itself. Default: everything.
+	Path string `json:"path,omitempty,omitzero"`
+
+	// Upload The id of an upload.
+	Upload string `json:"upload"`
+
+	// User Owner, as `user` or `user:group`. Default: root.
+	User string `json:"user,omitempty,omitzero"`
+}
+
+// BuildImageRequest Either `dockerfile`, or `from` and `steps`.
+type BuildImageRequest struct {
+	// BuildArgs Values of ARG.
+	BuildArgs map[string]string `json:"build_args,omitempty,omitzero"`
+
+	// Context The upload that COPY and ADD read.
+	Context string `json:"context,omitempty,omitzero"`
+
+	// Dockerfile The text of a Dockerfile with one stage.
+	Dockerfile string `json:"dockerfile,omitempty,omitzero"`
+
+	// From The base.
+	From string `json:"from,omitempty,omitzero"`
+
+	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
+	Labels Labels `json:"labels,omitempty,omitzero"`
+
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
+	Name Name `json:"name"`
+
+	// Network What the build may reach. Default: `deny-all` with the bundles of all package managers. Workspaces from
+	// the image have what their own request says.
+	Network NetworkRequest `json:"network,omitempty,omitzero"`
+
+	// NoCache Carry out every instruction.
+	NoCache bool `json:"no_cache,omitempty,omitzero"`
+
+	// Resources Of the machines. A base that is a checkpoint needs its own.
+	Resources ResourcesRequest `json:"resources,omitempty,omitzero"`
+	Start     *BuildStart      `json:"start,omitempty"`
+	Steps     []BuildStep      `json:"steps,omitempty,omitzero"`
+
+	// Target The name of the stage.
+	Target string `json:"target,omitempty,omitzero"`
+}
+
+// BuildReady Either `command` or `port`.
+type BuildReady struct {
+	// Command It ends with status 0.
+	Command string `json:"command,omitempty,omitzero"`
+
+	// Port A program listens there.
+	Port int `json:"port,omitempty,omitzero"`
+
+	// TimeoutSeconds Default: 120.
+	TimeoutSeconds int `json:"timeout_seconds,omitempty,omitzero"`
+}
+
+// BuildResult defines model for BuildResult.
+type BuildResult struct {
+	// Image An image of a project. It is a checkpoint with a name.
+	Image       BuiltImage  `json:"image"`
+	OperationID OperationID `json:"operation_id"`
+
+	// Timings Stages in the order in which they ended.
+	Timings Timings `json:"timings"`
+}
+
+// BuildStart A program that runs in the image, so that every workspace from it begins with it.
+type BuildStart struct {
+	// Command For `/bin/sh -c`.
+	Command string `json:"command"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env Env `json:"env,omitempty,omitzero"`
+
+	// Ready The last checkpoint is taken when this holds. Default: at once.
+	Ready *BuildReady `json:"ready,omitempty"`
+	User  string      `json:"user,omitempty,omitzero"`
+}
+
+// BuildStep One of the fields.
+type BuildStep struct {
+	Copy *BuildCopy `json:"copy,omitempty"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env Env `json:"env,omitempty,omitzero"`
+
+	// Run A command for `/bin/sh -c`.
+	Run string `json:"run,omitempty,omitzero"`
+
+	// User Of the commands that follow and of sessions.
+	User string `json:"user,omitempty,omitzero"`
+
+	// Workdir It is made if it is missing.
+	Workdir string `json:"workdir,omitempty,omitzero"`
+}
+
+// BuiltImage An image of a project. It is a checkpoint with a name.
+type BuiltImage struct {
+	Build ImageBuild `json:"build"`
+
+	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+
+	// Config What the image says about programs. Sessions have `env`, and `workdir` and `user` unless they
+	// name others. Nothing starts `entrypoint` and `cmd`.
+	Config    ImageConfig `json:"config"`
+	CreatedAt time.Time   `json:"created_at"`
+
+	// From The base.
+	From string `json:"from"`
+
+	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
+	Labels Labels `json:"labels,omitempty,omitzero"`
+
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
+	Name Name `json:"name"`
+}
+
 // Capacity defines model for Capacity.
 type Capacity struct {
 	MemoryMiB int `json:"memory_mib"`
@@ -1278,7 +1411,7 @@ type CreateWorkspaceRequest struct {
 	// use. 0 or absent: never.
 	IdleSeconds Idle `json:"idle_seconds,omitempty,omitzero"`
 
-	// Image Name or digest of an image. Default: `base`.
+	// Image Name of an image that the project has built, or else name or digest of an image on the runners. Default: `base`. For an image that was built, `resources` is absent or equal to its own (400 `IMAGE_SHAPE`).
 	Image string `json:"image,omitempty,omitzero"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
@@ -1885,10 +2018,34 @@ type Image struct {
 	SizeBytes int64      `json:"size_bytes"`
 }
 
+// ImageBuild defines model for ImageBuild.
+type ImageBuild struct {
+	// CachedSteps Those that no machine has carried out.
+	CachedSteps int         `json:"cached_steps"`
+	OperationID OperationID `json:"operation_id"`
+
+	// Steps Instructions, with the base and the end.
+	Steps int `json:"steps"`
+}
+
+// ImageConfig What the image says about programs. Sessions have `env`, and `workdir` and `user` unless they
+// name others. Nothing starts `entrypoint` and `cmd`.
+type ImageConfig struct {
+	Cmd          []string          `json:"cmd,omitempty,omitzero"`
+	Entrypoint   []string          `json:"entrypoint,omitempty,omitzero"`
+	Env          map[string]string `json:"env"`
+	ExposedPorts []string          `json:"exposed_ports,omitempty,omitzero"`
+	Labels       map[string]string `json:"labels,omitempty,omitzero"`
+	User         string            `json:"user,omitempty,omitzero"`
+	Workdir      string            `json:"workdir,omitempty,omitzero"`
+}
+
 // ImageList defines model for ImageList.
 type ImageList struct {
-	Items      []Image `json:"items"`
-	NextCursor string  `json:"next_cursor,omitempty,omitzero"`
+	// Built The images that the project has built, by name; only in the first page.
+	Built      []BuiltImage `json:"built,omitempty,omitzero"`
+	Items      []Image      `json:"items"`
+	NextCursor string       `json:"next_cursor,omitempty,omitzero"`
 }
 
 // ImageRef defines model for ImageRef.
@@ -2047,7 +2204,7 @@ type Operation struct {
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
 	// PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
-	// the actions that had ended).
+	// the actions that had ended), BuildResult (build_image).
 	Result    json.RawMessage `json:"result,omitempty,omitzero"`
 	StartedAt time.Time       `json:"started_at,omitempty,omitzero"`
 	State     OperationState  `json:"state"`
@@ -3120,6 +3277,17 @@ type TreeWorkspace struct {
 
 	// State docs/STATE_MACHINES.md lists the transitions.
 	State WorkspaceState `json:"state"`
+}
+
+// Upload defines model for Upload.
+type Upload struct {
+	CreatedAt time.Time `json:"created_at"`
+	ExpiresAt time.Time `json:"expires_at"`
+	ID        string    `json:"id"`
+
+	// SHA256 Hexadecimal.
+	SHA256    string `json:"sha256"`
+	SizeBytes int64  `json:"size_bytes"`
 }
 
 // Usage defines model for Usage.

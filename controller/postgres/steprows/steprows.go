@@ -68,6 +68,26 @@ func (t *Tx) InsertStepActions(ctx context.Context, project core.ProjectID, step
 	return err
 }
 
+// InsertStepAction is fenced as MoveStepAction is.
+func (t *Tx) InsertStepAction(ctx context.Context, ref steps.Ref, index int, a steps.Action) error {
+	b, err := json.Marshal(a)
+	if err != nil {
+		return fmt.Errorf("encode action %d: %w", index, err)
+	}
+	leased, err := pgtx.One[bool](ctx, t, nil, `
+		WITH o AS (
+			SELECT id, project_id FROM operations WHERE id = @step AND lease_epoch = @epoch AND state = 'running' FOR KEY SHARE
+		), a AS (
+			INSERT INTO step_actions (operation_id, project_id, index, request) SELECT id, project_id, @index::integer, @request::bytea FROM o
+			ON CONFLICT ON CONSTRAINT step_actions_pkey DO NOTHING
+		)
+		SELECT EXISTS (SELECT FROM o) AS leased`, pgtx.Args{"step": ref.ID, "epoch": ref.Epoch, "index": index, "request": b})
+	if err == nil && !leased {
+		err = operations.ErrLeaseLost
+	}
+	return err
+}
+
 const actionStates = `a.index, a.phase, coalesce(a.fork_id, '') AS fork_id, coalesce(a.workspace_id, '') AS workspace_id, coalesce(a.checkpoint_id, '') AS checkpoint_id`
 
 // StepActions reads.

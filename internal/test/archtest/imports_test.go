@@ -117,6 +117,8 @@ var rules = []rule{
 	{subtree: "controller/transfer", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/guestclient", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it asks guests, and no database"},
 	{subtree: "controller/idle", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
+	{subtree: "controller/builds", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
+	{subtree: "controller/uploads", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/steps", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/upkeep", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/captures", only: []string{"core"}, foreign: none, why: "it knows no rows"},

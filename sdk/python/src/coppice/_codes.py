@@ -304,6 +304,43 @@ class ImageNotFound(NotFoundError):
     )
 
 
+class UploadNotFound(NotFoundError):
+    """The project has no such upload, or it was replaced while a build read it. Uploads are kept for a day."""
+
+    code = "UPLOAD_NOT_FOUND"
+    hint = (
+        'Send it again, and repeat the request.'
+    )
+
+
+class DockerfileInvalid(InvalidError):
+    """A Dockerfile cannot be read, or has an instruction that is not carried out; the message names the line."""
+
+    code = "DOCKERFILE_INVALID"
+    hint = (
+        'Correct the line.'
+    )
+
+
+class ImageShape(InvalidError):
+    """An image that was built, or a checkpoint as a base, has other resources than the request."""
+
+    code = "IMAGE_SHAPE"
+    hint = (
+        'Leave `resources` out, or build the image with the resources.'
+    )
+
+
+class BuildFailed(PreconditionError):
+    """An instruction of a build failed; the message has the instruction, the exit status and the last lines."""
+
+    code = "BUILD_FAILED"
+    hint = (
+        '`GET /v1/operations/{id}/log` has the rest. Correct the instruction; a repeat begins where the build '
+        'failed.'
+    )
+
+
 class RunnerNotFound(NotFoundError):
     """No such runner has registered."""
 
@@ -1092,6 +1129,10 @@ BY_CODE: dict[str, type[APIError]] = {
     "OPERATION_NOT_FOUND": OperationNotFound,
     "SESSION_NOT_FOUND": SessionNotFound,
     "IMAGE_NOT_FOUND": ImageNotFound,
+    "UPLOAD_NOT_FOUND": UploadNotFound,
+    "DOCKERFILE_INVALID": DockerfileInvalid,
+    "IMAGE_SHAPE": ImageShape,
+    "BUILD_FAILED": BuildFailed,
     "RUNNER_NOT_FOUND": RunnerNotFound,
     "PORT_NOT_FOUND": PortNotFound,
     "PORT_NOT_ALLOWED": PortNotAllowed,

@@ -30,6 +30,13 @@ __all__ = [
     "AuditRecordList",
     "Authority",
     "AutoResume",
+    "BuildCopy",
+    "BuildImageRequest",
+    "BuildReady",
+    "BuildResult",
+    "BuildStart",
+    "BuildStep",
+    "BuiltImage",
     "Capacity",
     "Checkpoint",
     "CheckpointDiff",
@@ -81,6 +88,8 @@ __all__ = [
     "Health",
     "Idle",
     "Image",
+    "ImageBuild",
+    "ImageConfig",
     "ImageList",
     "ImageRef",
     "Imported",
@@ -170,6 +179,7 @@ __all__ = [
     "Tree",
     "TreeNode",
     "TreeWorkspace",
+    "Upload",
     "Usage",
     "Visibility",
     "Watch",
@@ -567,7 +577,9 @@ class CreateWorkspaceRequest(Model):
     name: Name | None = None
     """Unique among live workspaces. Default: a generated name."""
     image: str | None = None
-    """Name or digest of an image. Default: `base`."""
+    """Name of an image that the project has built, or else name or digest of an image on the runners. Default:
+    `base`. For an image that was built, `resources` is absent or equal to its own (400 `IMAGE_SHAPE`).
+    """
     resources: ResourcesRequest | None = None
     network: NetworkRequest | None = None
     env: Env | None = None
@@ -1699,7 +1711,8 @@ class Operation(Model):
     """Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
     Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace), Checkpoint
     (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*), PruneResult (prune_checkpoints),
-    StepResult (step_checkpoint; also if it was canceled, with the actions that had ended).
+    StepResult (step_checkpoint; also if it was canceled, with the actions that had ended), BuildResult
+    (build_image).
     """
     problem: Failure | None = None
     cancel_requested_at: datetime | None = None
@@ -1800,6 +1813,133 @@ class ImageList(Model):
     """ImageList of the API."""
     items: list[Image]
     next_cursor: str | None = None
+    built: list[BuiltImage] | None = None
+    """The images that the project has built, by name; only in the first page."""
+
+
+class BuiltImage(Model):
+    """An image of a project. It is a checkpoint with a name."""
+    name: Name
+    checkpoint_id: CheckpointID
+    from_: str = msgspec.field(name='from')
+    """The base."""
+    config: ImageConfig
+    created_at: datetime
+    build: ImageBuild
+    labels: Labels | None = None
+
+
+class ImageBuild(Model):
+    """ImageBuild of the API."""
+    operation_id: OperationID
+    steps: int
+    """Instructions, with the base and the end."""
+    cached_steps: int
+    """Those that no machine has carried out."""
+
+
+class ImageConfig(Model):
+    """What the image says about programs. Sessions have `env`, and `workdir` and `user` unless they name others.
+    Nothing starts `entrypoint` and `cmd`.
+    """
+    env: dict[str, str]
+    workdir: str | None = None
+    user: str | None = None
+    entrypoint: list[str] | None = None
+    cmd: list[str] | None = None
+    exposed_ports: list[str] | None = None
+    labels: dict[str, str] | None = None
+
+
+class BuildImageRequest(Model):
+    """Either `dockerfile`, or `from` and `steps`."""
+    name: Name
+    from_: str | None = msgspec.field(name='from', default=None)
+    """The base."""
+    dockerfile: str | None = None
+    """The text of a Dockerfile with one stage."""
+    context: str | None = None
+    """The upload that COPY and ADD read."""
+    build_args: dict[str, str] | None = None
+    """Values of ARG."""
+    target: str | None = None
+    """The name of the stage."""
+    steps: list[BuildStep] | None = None
+    start: BuildStart | None = None
+    resources: ResourcesRequest | None = None
+    """Of the machines. A base that is a checkpoint needs its own."""
+    network: NetworkRequest | None = None
+    """What the build may reach. Default: `deny-all` with the bundles of all package managers. Workspaces from the
+    image have what their own request says.
+    """
+    no_cache: bool | None = None
+    """Carry out every instruction."""
+    labels: Labels | None = None
+
+
+class BuildStep(Model):
+    """One of the fields."""
+    run: str | None = None
+    """A command for `/bin/sh -c`."""
+    copy: BuildCopy | None = None
+    env: Env | None = None
+    workdir: str | None = None
+    """It is made if it is missing."""
+    user: str | None = None
+    """Of the commands that follow and of sessions."""
+
+
+class BuildCopy(Model):
+    """BuildCopy of the API."""
+    upload: str
+    """The id of an upload."""
+    dest: str
+    """A directory if it ends with a slash, or if a directory is copied."""
+    path: str | None = None
+    """A path or pattern in the upload. The contents of a directory are copied, not the directory itself. Default:
+    everything.
+    """
+    user: str | None = None
+    """Owner, as `user` or `user:group`. Default: root."""
+    mode: str | None = None
+    """Octal. Default: as in the upload."""
+
+
+class BuildStart(Model):
+    """A program that runs in the image, so that every workspace from it begins with it."""
+    command: str
+    """For `/bin/sh -c`."""
+    user: str | None = None
+    env: Env | None = None
+    ready: BuildReady | None = None
+    """The last checkpoint is taken when this holds. Default: at once."""
+
+
+class BuildReady(Model):
+    """Either `command` or `port`."""
+    command: str | None = None
+    """It ends with status 0."""
+    port: int | None = None
+    """A program listens there."""
+    timeout_seconds: int | None = None
+    """Default: 120."""
+
+
+class BuildResult(Model):
+    """BuildResult of the API."""
+    operation_id: OperationID
+    image: BuiltImage
+    timings: Timings
+
+
+class Upload(Model):
+    """Upload of the API."""
+    id: str
+    size_bytes: int
+    sha256: str
+    """Hexadecimal."""
+    created_at: datetime
+    expires_at: datetime
 
 
 class Capacity(Model):
@@ -1911,8 +2051,8 @@ CheckpointKind: TypeAlias = str
 # One of pending, running, succeeded, failed; a newer server may have others.
 OperationState: TypeAlias = str
 # One of create_workspace, create_checkpoint, fork_checkpoint, fork_workspace, restore_workspace, restore_checkpoint,
-# terminate_workspace, suspend_workspace, resume_workspace, prune_checkpoints, step_checkpoint; a newer server may have
-# others.
+# terminate_workspace, suspend_workspace, resume_workspace, prune_checkpoints, step_checkpoint, build_image; a newer
+# server may have others.
 OperationKind: TypeAlias = str
 # One of running, exited; a newer server may have others.
 SessionState: TypeAlias = str

@@ -92,7 +92,7 @@ export type CheckpointKind = "template" | "user";
 
 export type OperationState = "pending" | "running" | "succeeded" | "failed";
 
-export type OperationKind = "create_workspace" | "create_checkpoint" | "fork_checkpoint" | "fork_workspace" | "restore_workspace" | "restore_checkpoint" | "terminate_workspace" | "suspend_workspace" | "resume_workspace" | "prune_checkpoints" | "step_checkpoint";
+export type OperationKind = "create_workspace" | "create_checkpoint" | "fork_checkpoint" | "fork_workspace" | "restore_workspace" | "restore_checkpoint" | "terminate_workspace" | "suspend_workspace" | "resume_workspace" | "prune_checkpoints" | "step_checkpoint" | "build_image";
 
 export type SessionState = "running" | "exited";
 
@@ -461,7 +461,7 @@ export interface WorkspaceList {
 export interface CreateWorkspaceRequest {
   /** Unique among live workspaces. Default: a generated name. */
   name?: Name;
-  /** Name or digest of an image. Default: `base`. */
+  /** Name of an image that the project has built, or else name or digest of an image on the runners. Default: `base`. For an image that was built, `resources` is absent or equal to its own (400 `IMAGE_SHAPE`). */
   image?: string;
   resources?: ResourcesRequest;
   network?: NetworkRequest;
@@ -1575,7 +1575,7 @@ export interface Operation {
    * Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
    * Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
    * PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
-   * the actions that had ended).
+   * the actions that had ended), BuildResult (build_image).
    */
   result?: Record<string, unknown>;
   problem?: Failure;
@@ -1670,6 +1670,129 @@ export interface Image {
 export interface ImageList {
   items: Image[];
   next_cursor?: string;
+  /** The images that the project has built, by name; only in the first page. */
+  built?: BuiltImage[];
+}
+
+/** An image of a project. It is a checkpoint with a name. */
+export interface BuiltImage {
+  name: Name;
+  checkpoint_id: CheckpointID;
+  /** The base. */
+  from: string;
+  config: ImageConfig;
+  labels?: Labels;
+  created_at: string;
+  build: ImageBuild;
+}
+
+export interface ImageBuild {
+  operation_id: OperationID;
+  /** Instructions, with the base and the end. */
+  steps: number;
+  /** Those that no machine has carried out. */
+  cached_steps: number;
+}
+
+/**
+ * What the image says about programs. Sessions have `env`, and `workdir` and `user` unless they
+ * name others. Nothing starts `entrypoint` and `cmd`.
+ */
+export interface ImageConfig {
+  env: Record<string, string>;
+  workdir?: string;
+  user?: string;
+  entrypoint?: string[];
+  cmd?: string[];
+  exposed_ports?: string[];
+  labels?: Record<string, string>;
+}
+
+/** Either `dockerfile`, or `from` and `steps`. */
+export interface BuildImageRequest {
+  name: Name;
+  /** The base. */
+  from?: string;
+  /** The text of a Dockerfile with one stage. */
+  dockerfile?: string;
+  /** The upload that COPY and ADD read. */
+  context?: string;
+  /** Values of ARG. */
+  build_args?: Record<string, string>;
+  /** The name of the stage. */
+  target?: string;
+  steps?: BuildStep[];
+  start?: BuildStart;
+  /** Of the machines. A base that is a checkpoint needs its own. */
+  resources?: ResourcesRequest;
+  /**
+   * What the build may reach. Default: `deny-all` with the bundles of all package managers. Workspaces from
+   * the image have what their own request says.
+   */
+  network?: NetworkRequest;
+  /** Carry out every instruction. */
+  no_cache?: boolean;
+  labels?: Labels;
+}
+
+/** One of the fields. */
+export interface BuildStep {
+  /** A command for `/bin/sh -c`. */
+  run?: string;
+  copy?: BuildCopy;
+  env?: Env;
+  /** It is made if it is missing. */
+  workdir?: string;
+  /** Of the commands that follow and of sessions. */
+  user?: string;
+}
+
+export interface BuildCopy {
+  /** The id of an upload. */
+  upload: string;
+  /** A path or pattern in the upload. The contents of a directory are copied, not the directory itself. Default: everything. */
+  path?: string;
+  /** A directory if it ends with a slash, or if a directory is copied. */
+  dest: string;
+  /** Owner, as `user` or `user:group`. Default: root. */
+  user?: string;
+  /** Octal. Default: as in the upload. */
+  mode?: string;
+}
+
+/** A program that runs in the image, so that every workspace from it begins with it. */
+export interface BuildStart {
+  /** For `/bin/sh -c`. */
+  command: string;
+  user?: string;
+  env?: Env;
+  /** The last checkpoint is taken when this holds. Default: at once. */
+  ready?: BuildReady;
+}
+
+/** Either `command` or `port`. */
+export interface BuildReady {
+  /** It ends with status 0. */
+  command?: string;
+  /** A program listens there. */
+  port?: number;
+  /** Default: 120. */
+  timeout_seconds?: number;
+}
+
+export interface BuildResult {
+  operation_id: OperationID;
+  image: BuiltImage;
+  timings: Timings;
+}
+
+export interface Upload {
+  id: string;
+  size_bytes: number;
+  /** Hexadecimal. */
+  sha256: string;
+  created_at: string;
+  expires_at: string;
 }
 
 export interface Capacity {

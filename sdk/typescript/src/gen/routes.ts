@@ -85,6 +85,7 @@ export const routes = {
   listOperations: { method: "GET", path: "/v1/operations" },
   getOperation: { method: "GET", path: "/v1/operations/{operation_id}" },
   cancelOperation: { method: "POST", path: "/v1/operations/{operation_id}/cancel", starts: true },
+  getOperationLog: { method: "GET", path: "/v1/operations/{operation_id}/log" },
   getSelf: { method: "GET", path: "/v1/self" },
   createProject: { method: "POST", path: "/v1/projects", keyed: true },
   listProjects: { method: "GET", path: "/v1/projects" },
@@ -98,6 +99,12 @@ export const routes = {
   listAudit: { method: "GET", path: "/v1/audit" },
   checkAudit: { method: "GET", path: "/v1/audit/check" },
   listImages: { method: "GET", path: "/v1/images" },
+  buildImage: { method: "POST", path: "/v1/images", keyed: true, starts: true },
+  getImage: { method: "GET", path: "/v1/images/{image_name}" },
+  deleteImage: { method: "DELETE", path: "/v1/images/{image_name}" },
+  getUpload: { method: "GET", path: "/v1/uploads/{upload_id}" },
+  putUpload: { method: "PUT", path: "/v1/uploads/{upload_id}" },
+  deleteUpload: { method: "DELETE", path: "/v1/uploads/{upload_id}" },
   streamEvents: { method: "GET", path: "/v1/events" },
   getAuthority: { method: "GET", path: "/v1/authority" },
   listRunners: { method: "GET", path: "/v1/runners" },
@@ -611,6 +618,13 @@ export interface Operations {
     body: undefined;
     result: models.Operation;
   };
+  /** Get a part of the log of a build */
+  getOperationLog: {
+    path: { operation_id: models.OperationID };
+    query: { offset?: number };
+    body: undefined;
+    result: undefined;
+  };
   /** Get the key of this request */
   getSelf: {
     path: {};
@@ -701,6 +715,48 @@ export interface Operations {
     query: { limit?: number; cursor?: string };
     body: undefined;
     result: models.ImageList;
+  };
+  /** Build an image from a Dockerfile or from steps */
+  buildImage: {
+    path: {};
+    query: { wait?: number };
+    body: models.BuildImageRequest;
+    result: models.BuildResult;
+  };
+  /** Get an image that the project has built */
+  getImage: {
+    path: { image_name: models.Name };
+    query: {};
+    body: undefined;
+    result: models.BuiltImage;
+  };
+  /** Take the name from an image that the project has built */
+  deleteImage: {
+    path: { image_name: models.Name };
+    query: {};
+    body: undefined;
+    result: undefined;
+  };
+  /** Get what is known of an upload */
+  getUpload: {
+    path: { upload_id: string };
+    query: {};
+    body: undefined;
+    result: models.Upload;
+  };
+  /** Send files for a build */
+  putUpload: {
+    path: { upload_id: string };
+    query: {};
+    body: undefined;
+    result: models.Upload;
+  };
+  /** Remove an upload */
+  deleteUpload: {
+    path: { upload_id: string };
+    query: {};
+    body: undefined;
+    result: undefined;
   };
   /** Follow the events of the project */
   streamEvents: {

@@ -1,8 +1,7 @@
-package controller
+package metrics
 
 import (
 	"fmt"
-	"log/slog"
 	"strings"
 	"testing"
 
@@ -16,7 +15,8 @@ import (
 func TestPhasesAreBounded(t *testing.T) {
 	t.Parallel()
 	registry := prometheus.NewRegistry()
-	m := New(Config{ClusterID: "test", Metrics: registry}, nil, nil, slog.New(slog.DiscardHandler)).metrics
+	none := func() int { return 0 }
+	m := New(Sources{GuestBytes: none, GuestRefused: func() int64 { return 0 }, Running: none, Streams: none}, registry)
 	long := strings.Repeat("x", 41)
 	var list []core.Timing
 	r := &core.ResealReport{Complete: true}

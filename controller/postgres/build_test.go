@@ -1,0 +1,117 @@
+package postgres_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/builds"
+	"github.com/coppice-dev/coppice/controller/steps"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// TestBuildLogs: a log is cut at its bound, is read from any offset, and goes with its time or its number; an old lease writes nothing.
+func TestBuildLogs(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	op := d.operation(controller.OpBuildImage, "first", time.Hour)
+	ref := steps.Ref{ID: op.ID, Project: d.project, Epoch: op.LeaseEpoch}
+	add := func(ref steps.Ref, text string) error {
+		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
+			return tx.AppendBuildLog(ctx, ref, []byte(text), 100)
+		})
+	}
+	read := func(offset int64) (out builds.Log) {
+		d.mine(func(ctx context.Context, tx controller.AllTx) (err error) {
+			out, err = tx.BuildLog(ctx, op.ID, offset)
+			return err
+		})
+		return out
+	}
+	for _, text := range []string{"one\n", "two\n", strings.Repeat("x", 90), strings.Repeat("y", 90), "z"} {
+		if err := add(ref, text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	all := read(0)
+	if want := "one\ntwo\n" + strings.Repeat("x", 90) + "\nthe rest of the log is left out\n"; string(all.Data) != want || all.Next != int64(len(want)) {
+		t.Errorf("%q, next %d", all.Data, all.Next)
+	}
+	if part := read(6); !bytes.HasPrefix(part.Data, []byte("o\nxxx")) {
+		t.Errorf("from the middle: %q", part.Data)
+	}
+	if none := read(all.Next); len(none.Data) != 0 || none.Next != all.Next {
+		t.Errorf("at the end: %+v", none)
+	}
+	ref.Epoch++
+	if err := add(ref, "stale"); !errors.Is(err, controller.ErrLeaseLost) {
+		t.Errorf("with another lease: %v", err)
+	}
+	swept := func(kept time.Duration, newest int) (n int) {
+		if err := d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) (err error) {
+			n, err = tx.SweepBuildLogs(ctx, kept, newest, 10)
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	if n := swept(0, 0); n != 0 {
+		t.Errorf("%d parts of a build that goes on were removed", n)
+	}
+	d.exec(`UPDATE operations SET state = 'succeeded', result = '{}', ended_at = now(), lease_expires_at = NULL`)
+	if n := swept(time.Hour, 1); n != 0 {
+		t.Errorf("%d parts were removed before their time", n)
+	}
+	if n := swept(time.Hour, 0); n != 4 {
+		t.Errorf("%d parts were removed of one log too many", n)
+	}
+}
+
+// TestProjectImages: names are replaced one for one, at most so many, and the checkpoint that has none any more is not pinned.
+func TestProjectImages(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	template := d.template()
+	ws := d.ready(d.project, template)
+	first := d.node(ws, template.ID).ID
+	second := d.node(ws, first).ID
+	put := func(name string, id core.CheckpointID) error {
+		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
+			_, err := tx.PutProjectImage(ctx, d.project, builds.Image{Name: name, Checkpoint: id, From: "base", Operation: core.NewID[core.OperationID]()}, 3)
+			return err
+		})
+	}
+	pinned := func(id core.CheckpointID) (yes bool) {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
+			cp, err := tx.Checkpoint(ctx, id)
+			yes = cp.Pinned
+			return err
+		})
+		return yes
+	}
+	for i := range 3 {
+		if err := put(fmt.Sprint("n", i), first); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := put("n3", second); core.CodeOf(err) != core.CodeQuotaExceeded {
+		t.Errorf("a name too many: %v", err)
+	}
+	if err := put("n0", second); err != nil || !pinned(first) || !pinned(second) {
+		t.Errorf("one of three: %v, pinned %v %v", err, pinned(first), pinned(second))
+	}
+	for i := range 3 {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
+			return tx.DeleteProjectImage(ctx, d.project, fmt.Sprint("n", i))
+		})
+	}
+	if pinned(first) || pinned(second) {
+		t.Errorf("without names: pinned %v %v", pinned(first), pinned(second))
+	}
+}

@@ -1,0 +1,2 @@
+DROP TABLE upload_parts;
+DROP TABLE uploads;
