@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import threading
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
@@ -167,13 +169,44 @@ def test_what_is_shown(tmp_path: Path) -> None:
     assert [x["steps"][-1]["data"] for x in leaves].count(None) == 6
 
 
+def test_parquet(tmp_path: Path) -> None:
+    """Reads back what was written, with data of several kinds, and an empty file has the same columns."""
+    from pyarrow.parquet import read_table
+
+    root = Node("root")
+    first = Node("a", root, Action("Änderung", {"line": 3}), 0.5, 2, 1.5, data=["x", None, "\ud800"])
+    root.children = [first, Node("b", root, Action("stop", "now"), 0.25, 1, 0.25, terminal=True, data=0)]
+    first.children = [Node("c", first, Action("go on"), 1.0, 1, 1.0)]
+    r = SearchResult(first.children[0], 3, "", [], lambda: root)
+    assert r.to_parquet(tmp_path / "some") == 2
+    some = read_table(tmp_path / "some")
+    rows = some.to_pylist()
+    for row in rows:
+        for step in row["steps"]:
+            step.update({k: json.loads(step[k]) for k in ("action_data", "data") if step[k] is not None})
+    assert rows == r.trajectories() and [len(row["steps"]) for row in rows] == [2, 1]
+
+    assert SearchResult(root, 0, "", [], lambda: Node("root")).to_parquet(tmp_path / "none") == 0
+    assert read_table(tmp_path / "none").schema == some.schema
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    root = Node("root")
+    with pytest.raises(ImportError, match=r"coppice\[parquet\]"):
+        SearchResult(root, 0, "", [], lambda: root).to_parquet(tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
 def test_names_are_shown_harmlessly() -> None:
     root = Node("root")
     child = Node("n", root, Action("<script>\x1b[2J\n"))
     root.children.append(child)
     shown = SearchResult(child, 1, "", [], lambda: root)
     assert "\x1b" not in shown.render() and shown.render().count("\n") == 1
-    assert "<script>" not in shown._repr_html_()
+    lines = shown._repr_html_().removeprefix("<pre>").removesuffix("</pre>").splitlines()
+    assert lines[0].startswith("* root") and lines[1].startswith("*   &lt;script&gt;\ufffd[2J\ufffd  value")
+    assert "<" not in "".join(lines)
 
 
 def test_the_goal_cancels() -> None:

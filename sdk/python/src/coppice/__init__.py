@@ -88,7 +88,7 @@ _PLACES = {
     "search": ".search",
 }
 
-__all__ = [*_PLACES, "__version__"]
+__all__ = [*_PLACES, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

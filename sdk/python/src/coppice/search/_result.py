@@ -60,6 +60,31 @@ class SearchResult:
                 f.write(json.dumps(line, ensure_ascii=False) + "\n")
         return len(lines)
 
+    def to_parquet(self, path: str | os.PathLike[str]) -> int:
+        """Writes the trajectories as a Parquet file, one a row, and returns how many there are.
+
+        It needs pyarrow: `pip install "coppice[parquet]"`. A row has the keys of `trajectories`, and its steps are a
+        list of structs. `action_data` and `data`, which may be any JSON, are columns of text that is JSON, or null.
+        The columns are the same in every file, also in one without rows: files of several searches are one data set.
+        """
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as err:
+            raise ImportError('Parquet needs pyarrow: pip install "coppice[parquet]"', name="pyarrow") from err
+        text, number, count = pyarrow.string(), pyarrow.float64(), pyarrow.int64()
+        step = pyarrow.struct(
+            [("checkpoint_id", text), ("action", text), ("action_data", text), ("value", number), ("data", text),
+             ("visits", count), ("value_sum", number)]
+        )
+        columns = [("root_id", text), ("value", number), ("terminal", pyarrow.bool_()), ("steps", pyarrow.list_(step))]
+        rows = self.trajectories()
+        for row in rows:
+            for at in row["steps"]:
+                at["action_data"], at["data"] = as_json(at["action_data"]), as_json(at["data"])
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(columns)), path)
+        return len(rows)
+
     def render(self, limit: int = 200) -> str:
         """The tree as text, of at most `limit` nodes. A star marks the way to the best one."""
         best = {n.id for n in self.best.path()}
@@ -83,6 +108,10 @@ class SearchResult:
     def _repr_html_(self) -> str:
         """For notebooks. Names come from the task, and perhaps from a guest: they are escaped."""
         return f"<pre>{html.escape(self.render())}</pre>"
+
+
+def as_json(data: Any) -> str | None:
+    return None if data is None else json.dumps(data)
 
 
 def one_line(text: str) -> str:

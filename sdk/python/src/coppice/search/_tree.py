@@ -57,7 +57,7 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """This node and all below it, each after its parent."""
-        stack = [self]
+        stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             yield node
