@@ -60,6 +60,8 @@ type recent struct {
 	changes [256]uint64 // how often this process has changed previews; workspaces share the counts
 	found   map[sandboxhost.Target]finding
 	absent  map[sandboxhost.Target]time.Time // when the read began
+
+	foundFull, absentFull time.Time // until then a full map has nothing that is too old
 }
 
 // Recent returns what was found for a name in the last seconds: a preview, or that there is none. known is false if that is not known. A preview
@@ -128,10 +130,7 @@ func (r *recent) put(t sandboxhost.Target, began time.Time, changes uint64, p Pr
 		if r.found == nil {
 			r.found = map[sandboxhost.Target]finding{}
 		}
-		if len(r.found) >= maxRecent {
-			maps.DeleteFunc(r.found, func(_ sandboxhost.Target, f finding) bool { return began.Sub(f.at) >= foundFor })
-		}
-		if len(r.found) < maxRecent {
+		if makeRoom(r.found, &r.foundFull, began, foundFor, func(f finding) time.Time { return f.at }) {
 			r.found[t] = finding{p, began}
 		}
 	case core.CategoryOf(err) == core.NotFound:
@@ -139,13 +138,30 @@ func (r *recent) put(t sandboxhost.Target, began time.Time, changes uint64, p Pr
 		if r.absent == nil {
 			r.absent = map[sandboxhost.Target]time.Time{}
 		}
-		if len(r.absent) >= maxRecent {
-			maps.DeleteFunc(r.absent, func(_ sandboxhost.Target, at time.Time) bool { return began.Sub(at) >= absentFor })
-		}
-		if len(r.absent) < maxRecent {
+		if makeRoom(r.absent, &r.absentFull, began, absentFor, func(at time.Time) time.Time { return at }) {
 			r.absent[t] = began
 		}
 	}
+}
+
+// makeRoom reports whether m has room for another entry. At the bound it deletes the entries that are older than life. It looks at them
+// only when one may be that old, because a stranger who asks for unknown names keeps the map full: until is when the oldest will be.
+func makeRoom[V any](m map[sandboxhost.Target]V, until *time.Time, now time.Time, life time.Duration, at func(V) time.Time) bool {
+	if len(m) < maxRecent || now.Before(*until) {
+		return len(m) < maxRecent
+	}
+	oldest := now
+	maps.DeleteFunc(m, func(_ sandboxhost.Target, v V) bool {
+		if now.Sub(at(v)) >= life {
+			return true
+		}
+		if at(v).Before(oldest) {
+			oldest = at(v)
+		}
+		return false
+	})
+	*until = oldest.Add(life)
+	return len(m) < maxRecent
 }
 
 // Queue waits until another read may begin for somebody who has not been let in yet. leave must be called after the read.
