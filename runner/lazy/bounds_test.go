@@ -1,6 +1,7 @@
 package lazy
 
 import (
+	"encoding/json"
 	"fmt"
 	"net"
 	"os"
@@ -25,7 +26,7 @@ func (x *rig) pagerNow() string {
 // TestLazyManyStalled: a store that is out of order for more images than a message takes ends no machine: the pager is the same one before, meanwhile
 // and afterwards, and the runner hears of every image.
 func TestLazyManyStalled(t *testing.T) {
-	const many = 500
+	const many, message = 250, 96 << 10
 	x := newRig(t)
 	x.end()
 	x.settings.Pulse = sidecar.Pulse{Limit: time.Hour} // a busy host may need long for so many images, and a pager that hangs is another test's
@@ -41,7 +42,7 @@ func TestLazyManyStalled(t *testing.T) {
 		if err := part.Truncate(int64(len(x.memory))); err != nil {
 			t.Fatal(err)
 		}
-		id := fmt.Sprintf("zz-%s-%d", strings.Repeat("x", 150), i)
+		id := fmt.Sprintf("zz-%s-%d", strings.Repeat("x", 240), i)
 		x.images.mu.Lock()
 		x.images.recorded[id] = true
 		x.images.mu.Unlock()
@@ -56,6 +57,10 @@ func TestLazyManyStalled(t *testing.T) {
 		got := x.metrics()
 		return got["images stalled"] == many+1
 	})
+	listed, _, err := x.pager().List(t.Context())
+	if encoded, _ := json.Marshal(listed); err != nil || len(encoded) <= message {
+		t.Errorf("the list has %d bytes, want more than a message takes: %v", len(encoded), err)
+	}
 	x.await("the runner has heard of its own", func() bool {
 		x.images.mu.Lock()
 		defer x.images.mu.Unlock()
