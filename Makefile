@@ -68,6 +68,9 @@ AT_ONCE := -p $(shell expr $$(nproc) + 1)
 # Without the tables for debuggers, which no stack trace needs, a test binary is linked in two thirds of the time.
 LINK := -ldflags=-w
 
+# The settings of make build, so that what it has compiled is used again: by the checks of deploy/, and by the linters.
+COMPILED := CGO_ENABLED=0 GOFLAGS=-trimpath
+
 # As root everything is required and what is missing fails. As anyone else, what needs root skips and says so.
 ifdef ROOT
 test: export COPPICE_TEST_REQUIRE ?= all
@@ -78,13 +81,13 @@ test: needs build $(GOTESTSUM)
 endif
 	@(cd internal/test/deploytest && exec $(GO) mod download) >/dev/null 2>&1 & # on a new machine this takes one or two minutes
 	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 60m $(AT_ONCE) $(LINK) $(TESTFLAGS)
-	@cd internal/test/deploytest && GOTESTSUM=$(GOTESTSUM) ../../../scripts/test ./... -count=1 -timeout 10m $(LINK)
+	@cd internal/test/deploytest && $(COMPILED) GOTESTSUM=$(GOTESTSUM) ../../../scripts/test ./... -count=1 -timeout 10m $(LINK)
 
 test-sdk: ## the tests of the Python and other SDKs, from their packages (needs their registries): SDK=--short for the quick ones
 	scripts/test-sdk $(SDK)
 
 deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, systemd units
-	$(GO) test -C internal/test/deploytest -count=1 ./...
+	$(COMPILED) $(GO) test -C internal/test/deploytest -count=1 ./...
 
 .PHONY: sdk
 sdk: ## build the packages of the SDKs into var/sdk: a tarball for npm, a wheel for pip
@@ -165,9 +168,6 @@ attack: build ## attack a stack as a malicious guest, tenant, upstream and bucke
 	@set -o pipefail; status=0; \
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 60m ./internal/test/e2e -run '^TestAttack$$' -long | tee $(VAR)/attack.log || status=$$?; \
 	grep '^attacks ' $(VAR)/attack.log; exit $$status
-
-# The settings of make build, so that the linters use what it has compiled.
-COMPILED := CGO_ENABLED=0 GOFLAGS=-trimpath
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
 	$(COMPILED) $(LINT) run ./...

@@ -92,13 +92,16 @@ chmod 755 /root`)
 	refused := 0 // programs that were told of the proxy
 	for _, allowed := range []bool{true, false} {
 		before := o.Conns.Load()
-		for _, c := range clients {
+		for i, c := range clients {
 			for _, way := range []string{"told", "untold"} {
-				// Without -long one apt-get is allowed and one is refused: the first takes 20 seconds, the second five.
-				if strings.HasPrefix(c.name, "apt-get") && !*long && (c.name == "apt-get, https") != allowed {
+				// Without -long each program runs twice, once allowed and once refused, and every other one the other way around. Of
+				// apt-get one is allowed and one is refused: the first takes 20 seconds, the second five.
+				apt := strings.HasPrefix(c.name, "apt-get")
+				switch {
+				case *long:
+				case apt && ((c.name == "apt-get, https") != allowed || (way == "untold") != allowed):
 					continue
-				}
-				if strings.HasPrefix(c.name, "apt-get") && !*long && (way == "untold") != allowed {
+				case !apt && (way == "told") != (allowed == (i%2 == 0)):
 					continue
 				}
 				script := strings.NewReplacer("HOST", c.hostOf(allowed), "WAY", way).Replace(c.script)
