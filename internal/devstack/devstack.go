@@ -247,8 +247,10 @@ func (s *stack) openData(ctx context.Context) error {
 		return err
 	}
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return errors.Join(core.Wrapf(err, core.Conflict, core.CodeStateConflict,
-			"another coppice dev runs on %s; stop it, or give this one another --data-dir", s.cfg.DataDir), lock.Close())
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			err = core.Errorf(core.Conflict, core.CodeStateConflict, "another coppice dev runs on %s; stop it, or give this one another --data-dir", s.cfg.DataDir)
+		}
+		return errors.Join(err, lock.Close())
 	}
 	s.steps.Push("lock", func(context.Context) error { return lock.Close() })
 	if s.clusterID, err = daemon.Keep(filepath.Join(s.cfg.DataDir, "cluster-id"), daemon.NewSecret); err != nil {

@@ -78,3 +78,19 @@ func TestTakenPortLeavesNothing(t *testing.T) {
 		}
 	}
 }
+
+// TestOneDevPerDirectory starts a second one on the directory of the first: it names the cause and the cure, without an error of the kernel.
+func TestOneDevPerDirectory(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	cfg := Config{Listen: "127.0.0.1:0", HostConfig: daemon.HostConfig{DataDir: t.TempDir(), Log: slog.New(slog.DiscardHandler)}}
+	first := &stack{cfg: cfg}
+	if err := first.openData(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = first.steps.Undo(t.Context()) }()
+	err := (&stack{cfg: cfg}).openData(t.Context())
+	if core.CodeOf(err) != core.CodeStateConflict || !strings.HasSuffix(err.Error(), "give this one another --data-dir") {
+		t.Errorf("got %v", err)
+	}
+}

@@ -45,9 +45,9 @@ Clients of Arrakis and of Arbor need no key, so every user of this machine can u
 The command enters the address and the key of the API as a context in ~/.config/coppice/connection.json, where the client commands of this
 user find them ('coppice context'), and takes the entry away when it ends.
 
-Ctrl-C suspends the running workspaces: the next start can resume them ('coppice ws resume'). Closing the terminal does the same. A second Ctrl-C stops those that are left at
-once; they are lost then, with their checkpoints kept. --on-exit terminate ends the workspaces instead, --on-exit stop only stops their
-VMs. Checkpoints, images and the database stay in the data directory for the next start.`,
+Ctrl-C suspends the running workspaces: the next start can resume them ('coppice ws resume'). Closing the terminal does the same. A second
+Ctrl-C stops those that are left at once; they are lost then, with their checkpoints kept. --on-exit terminate ends the workspaces instead,
+--on-exit stop only stops their VMs. Checkpoints, images and the database stay in the data directory for the next start.`,
 		Args: cobra.NoArgs,
 	}
 	f := c.Flags()
