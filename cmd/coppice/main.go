@@ -26,6 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/user/egress"
 	"github.com/coppice-dev/coppice/internal/cli/user/grant"
 	"github.com/coppice-dev/coppice/internal/cli/user/history"
+	"github.com/coppice-dev/coppice/internal/cli/user/image"
 	"github.com/coppice-dev/coppice/internal/cli/user/mcp"
 	"github.com/coppice-dev/coppice/internal/cli/user/session"
 	"github.com/coppice-dev/coppice/internal/cli/user/tenant"
@@ -53,7 +54,7 @@ var commands = []func(*cli.App) *cobra.Command{
 	attestation.NewCommand,
 	attestation.NewAuthorityCommand,
 	mcp.NewCommand,
-	host.NewImageCommand,
+	imageCommand,
 	host.NewDoctorCommand,
 	endsAtHangup(server.NewDevCommand),
 	endsAtHangup(server.NewControllerCommand),
@@ -114,6 +115,17 @@ func wsCommand(a *cli.App) *cobra.Command {
 		session.NewExecCommand(a), session.NewShellCommand(a), session.NewLogsCommand(a),
 		history.NewWorkspaceUsageCommand(a), egress.NewRulesCommand(a), egress.NewFlowsCommand(a), attestation.NewWorkspaceCommand(a),
 	)
+	return c
+}
+
+// imageCommand joins the commands about images. Those of this host know no server; a build from a Dockerfile asks one.
+func imageCommand(a *cli.App) *cobra.Command {
+	c := host.NewImageCommand(a)
+	for _, sub := range c.Commands() {
+		if sub.Name() == "build" {
+			image.ExtendBuild(a, sub)
+		}
+	}
 	return c
 }
 

@@ -103,6 +103,9 @@ func TestProjectImages(t *testing.T) {
 	if err := put("n3", second); core.CodeOf(err) != core.CodeQuotaExceeded {
 		t.Errorf("a name too many: %v", err)
 	}
+	if err := put("n0", core.NewID[core.CheckpointID]()); core.CodeOf(err) != core.CodeCheckpointNotFound {
+		t.Errorf("a checkpoint that is gone: %v", err)
+	}
 	if err := put("n0", second); err != nil || !pinned(first) || !pinned(second) {
 		t.Errorf("one of three: %v, pinned %v %v", err, pinned(first), pinned(second))
 	}

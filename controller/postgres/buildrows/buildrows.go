@@ -72,6 +72,14 @@ func (t *Tx) PutProjectImage(ctx context.Context, project core.ProjectID, image 
 	if err != nil {
 		return image, err
 	}
+	forkable, err := pgtx.One[bool](ctx, t, nil, `SELECT EXISTS (SELECT FROM checkpoints c WHERE c.id = @checkpoint AND c.project_id = @project AND c.state IN ('captured', 'sealed')) AS forkable`,
+		pgtx.Args{"project": project, "checkpoint": image.Checkpoint})
+	if err == nil && !forkable {
+		err = core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s, which is the end of the build, was deleted meanwhile; repeat the build", image.Checkpoint)
+	}
+	if err != nil {
+		return image, err
+	}
 	row, err := pgtx.One[imageRow](ctx, t, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the project has %d images; delete one", most), `
 		WITH c AS (
 			UPDATE checkpoints SET pinned = true, published = published OR @open, version = version + 1
