@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -71,7 +73,7 @@ class Driver:
 
     def do_create(self, _: None, a: dict[str, Any]) -> Workspace:
         client = self.client.with_options(operation_timeout=a["wait"]) if "wait" in a else self.client
-        return client.create(name=a.get("name"), labels=a.get("labels", {}), idempotency_key=a.get("key", ""))
+        return client.create(a.get("image"), name=a.get("name"), labels=a.get("labels", {}), idempotency_key=a.get("key", ""))
 
     def do_workspace(self, _: None, a: dict[str, Any]) -> Workspace:
         return self.client.workspace(a["id"])
@@ -180,6 +182,36 @@ class Driver:
 
     def do_ports(self, on: Workspace, _: dict[str, Any]) -> Any:
         return on.network.ports()
+
+    def do_put_upload(self, _: None, a: dict[str, Any]) -> Any:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w") as tar:
+            for name, text in a["files"].items():
+                info = tarfile.TarInfo(name)
+                info.size = len(text.encode())
+                tar.addfile(info, io.BytesIO(text.encode()))
+        return self.client.put_upload(a["id"], out.getvalue())
+
+    def do_upload(self, _: None, a: dict[str, Any]) -> Any:
+        return self.client.upload(a["id"])
+
+    def do_delete_upload(self, _: None, a: dict[str, Any]) -> None:
+        self.client.delete_upload(a["id"])
+
+    def do_build_image(self, _: None, a: dict[str, Any]) -> Any:
+        text, key = a["dockerfile"], a.get("key", "")
+        if "context" in a:
+            return self.client.build_image(a["name"], dockerfile=text, context=a["context"], idempotency_key=key)
+        return self.client.build_image(a["name"], dockerfile=text, idempotency_key=key)
+
+    def do_built_images(self, _: None, __: dict[str, Any]) -> Any:
+        return self.client.built_images()
+
+    def do_built_image(self, _: None, a: dict[str, Any]) -> Any:
+        return self.client.built_image(a["name"])
+
+    def do_delete_image(self, _: None, a: dict[str, Any]) -> None:
+        self.client.delete_image(a["name"])
 
     def do_whoami(self, _: None, __: dict[str, Any]) -> Any:
         return self.client.whoami()

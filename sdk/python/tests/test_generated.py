@@ -20,13 +20,6 @@ UNREACHED = {
     "terminateWorkspace": "deleteWorkspace is the same",
     "attach": "a WebSocket, whose address attachSession gives",
     "createFilesPass": "files go through the server",
-    "buildImage": "images are built with the CLI or the Go SDK",
-    "getImage": "likewise",
-    "deleteImage": "likewise",
-    "getUpload": "likewise",
-    "putUpload": "likewise",
-    "deleteUpload": "likewise",
-    "getOperationLog": "likewise",
     "statFile": "getFile with stat has a problem in its answer, and HEAD has none",
 }
 

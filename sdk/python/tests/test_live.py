@@ -259,6 +259,37 @@ def test_a_key_of_little_scope(coppice: Coppice, live: Live) -> None:
     coppice.admin.revoke_key(key.key.id)
 
 
+def test_a_build_and_its_log(coppice: Coppice, live: Live, tmp_path: Path) -> None:
+    """A directory is sent, and the log is read by parts while the build goes on. What is built can be forked."""
+    from coppice import models
+
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "dir/one").write_text("1")
+    coppice.put_upload("of-python", tmp_path)
+    steps = [
+        models.BuildStep(copy=models.BuildCopy(upload="of-python", path="dir", dest="/data")),
+        models.BuildStep(run="echo said by the build"),
+    ]
+    begun = coppice.start_build("of-python", from_=live.image, steps=steps, allow=["a.example"], labels={"by": "test"})
+    log, offset = b"", -1
+    while offset < len(log) or coppice.operation(begun.id).state not in ("succeeded", "failed"):
+        offset = len(log)
+        log += coppice.operation_log(begun.id, offset)
+    ended = coppice.wait_operation(begun.id)
+    assert ended.state == "succeeded", ended.problem
+    assert log.count(b"said by the build\n") >= 1 and coppice.operation_log(begun.id, len(log)) == b""
+    image = coppice.built_image("of-python")
+    assert image.labels == {"by": "test"} and image.from_ == live.image
+    with coppice.checkpoint(image.checkpoint_id).fork() as forks:
+        assert forks[0].files.read_text("/data/one") == "1"
+    again = coppice.build_image("of-python", from_=live.image, steps=steps, allow=["a.example"])
+    assert again.build.cached_steps > 0
+    with pytest.raises(TypeError, match="unknown option 'dokerfile'"):
+        coppice.build_image("x", dokerfile="FROM base")  # type: ignore[call-arg]
+    coppice.delete_image("of-python")
+    coppice.delete_upload("of-python")
+
+
 def test_a_quota(coppice: Coppice, live: Live) -> None:
     from coppice import models
 

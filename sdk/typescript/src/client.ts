@@ -172,7 +172,67 @@ export class Coppice {
     return this.#context.transport.call("getSelf", options);
   }
 
-  /** images yields the images that runners have. */
+  /**
+   * buildImage builds an image of the project, and returns it when it is built: create makes workspaces from it by its
+   * name. Instructions that were carried out before, with the same files, are not carried out again.
+   */
+  async buildImage(request: models.BuildImageRequest & CallOptions): Promise<models.BuiltImage> {
+    const { signal, idempotencyKey, ...body } = request;
+    return (await this.#context.transport.start("buildImage", { body, signal, idempotencyKey })).image;
+  }
+
+  /** startBuild begins to build an image. operationLog has what it says, and waitOperation waits for its end. */
+  async startBuild(request: models.BuildImageRequest & CallOptions): Promise<models.Operation> {
+    const { signal, idempotencyKey, ...body } = request;
+    const call = { query: { wait: 0 }, body, signal, idempotencyKey };
+    // Its type is that of a build that has ended; one that goes on has an operation instead.
+    const begun: models.BuildResult | models.Operation = await this.#context.transport.call("buildImage", call);
+    return "operation_id" in begun ? this.operation(begun.operation_id, { signal }) : begun;
+  }
+
+  /** operationLog returns a part of the log of a build, of at most about 256 KiB. Nothing: there is no more now. */
+  async operationLog(id: models.OperationID, options: { offset?: number } & CallOptions = {}): Promise<Uint8Array> {
+    const call = { path: { operation_id: id }, query: { offset: options.offset ?? 0 }, signal: options.signal };
+    const answer = await this.#context.transport.stream("getOperationLog", call);
+    return collect(answer.body, maxDocument, "the log");
+  }
+
+  /** builtImages returns the images that the project has built, by name. */
+  async builtImages(options: CallOptions = {}): Promise<models.BuiltImage[]> {
+    const page = await this.#context.transport.call("listImages", { query: { limit: 1 }, signal: options.signal });
+    return page.built ?? [];
+  }
+
+  /** builtImage returns an image that the project has built. */
+  builtImage(name: string, options: CallOptions = {}): Promise<models.BuiltImage> {
+    return this.#context.transport.call("getImage", { path: { image_name: name }, signal: options.signal });
+  }
+
+  /** deleteImage takes the name from an image that the project has built. Its checkpoint is no longer pinned. */
+  async deleteImage(name: string, options: CallOptions = {}): Promise<void> {
+    await this.#context.transport.call("deleteImage", { path: { image_name: name }, signal: options.signal });
+  }
+
+  /**
+   * putUpload sends a tar, plain or with gzip, for builds, in the place of an earlier upload with the id. It is kept for
+   * a day. writeTar makes a tar of entries.
+   */
+  putUpload(id: string, tar: Source, options: CallOptions = {}): Promise<models.Upload> {
+    const headers = { "content-type": "application/x-tar" };
+    return this.#context.transport.call("putUpload", { path: { upload_id: id }, raw: bytes(tar), headers, signal: options.signal });
+  }
+
+  /** upload returns what is known of an upload. */
+  upload(id: string, options: CallOptions = {}): Promise<models.Upload> {
+    return this.#context.transport.call("getUpload", { path: { upload_id: id }, signal: options.signal });
+  }
+
+  /** deleteUpload removes an upload. */
+  async deleteUpload(id: string, options: CallOptions = {}): Promise<void> {
+    await this.#context.transport.call("deleteUpload", { path: { upload_id: id }, signal: options.signal });
+  }
+
+  /** images yields the images that runners have; builtImages has those of the project. */
   images(options: CallOptions = {}): AsyncGenerator<models.Image, void, void> {
     return all(this.#context, "listImages", options);
   }

@@ -6,13 +6,6 @@ import { routes } from "../src/gen/routes.js";
 const reasons: Record<string, string> = {
   attach: "a WebSocket at the address that attachSession gives",
   terminateWorkspace: "the same as deleteWorkspace",
-  buildImage: "images are built with the CLI or the Go SDK",
-  getImage: "likewise",
-  deleteImage: "likewise",
-  getUpload: "likewise",
-  putUpload: "likewise",
-  deleteUpload: "likewise",
-  getOperationLog: "likewise",
   createFilesPass: "a runner's data plane has a certificate that fetch cannot be told to trust; files go through the server",
 };
 

@@ -4,7 +4,7 @@ import { tmpdir } from "node:os";
 import { dirname, join } from "node:path";
 import { promisify } from "node:util";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
-import { connect, type Coppice, isCode, type Workspace } from "@coppice/sdk";
+import { connect, type Coppice, isCode, type Workspace, writeTar } from "@coppice/sdk";
 import { LiveServer } from "./live.js";
 
 const text = (data: Uint8Array): string => new TextDecoder().decode(data);
@@ -251,6 +251,36 @@ describe.skipIf(process.env["SDK_SHORT"] === "1")("against a live controller", (
     await expect(connect({ server: server.address.url, token: "coppice_wrong" }, {}).self()).rejects.toMatchObject({ code: "UNAUTHENTICATED", status: 401 });
     const gone = await first.run(["true"]).catch((e: unknown) => e);
     expect(isCode(gone, "STATE_CONFLICT", "WORKSPACE_NOT_READY"), String(gone)).toBe(true);
+  });
+
+  test("a build and its log", async () => {
+    const entries = [{ name: "src/one", data: "1 ü" }];
+    const sent = await coppice.putUpload("of-typescript", writeTar(entries));
+    expect(await coppice.upload("of-typescript")).toEqual(sent);
+    const request = { name: "of-typescript", dockerfile: "FROM base\nCOPY src/ /data/\nRUN echo said by the build\n", context: "of-typescript" };
+    const begun = await coppice.startBuild(request);
+    let log = "";
+    for (let offset = 0, ended = false; ; ) {
+      const part = await coppice.operationLog(begun.id, { offset });
+      offset += part.length;
+      log += Buffer.from(part).toString();
+      if (part.length === 0 && ended) break;
+      ended = ["succeeded", "failed"].includes((await coppice.operation(begun.id)).state);
+    }
+    await coppice.waitOperation(begun.id);
+    expect(log).toContain("said by the build\n");
+    const image = await coppice.builtImage("of-typescript");
+    expect((await coppice.builtImages()).map((i) => i.name)).toContain("of-typescript");
+    await using ws = await coppice.create("of-typescript");
+    expect(await ws.files.readText("/data/one")).toBe("1 ü");
+    const again = await coppice.buildImage(request);
+    expect(again.build.cached_steps).toBeGreaterThan(0);
+    expect(again.checkpoint_id).toBe(image.checkpoint_id);
+    await expect(coppice.buildImage({ name: "x", dockerfile: "FROM base\nNONSENSE\n" })).rejects.toMatchObject({ code: "DOCKERFILE_INVALID", status: 400 });
+    await coppice.deleteImage("of-typescript");
+    await expect(coppice.builtImage("of-typescript")).rejects.toMatchObject({ code: "IMAGE_NOT_FOUND" });
+    await coppice.deleteUpload("of-typescript");
+    await expect(coppice.upload("of-typescript")).rejects.toMatchObject({ code: "UPLOAD_NOT_FOUND" });
   });
 
   test("what operators need", async () => {

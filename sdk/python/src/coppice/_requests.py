@@ -42,6 +42,51 @@ class StepLaunch(TypedDict, total=False):
     grants: str | Sequence[str]
 
 
+class Build(TypedDict, total=False):
+    """How an image is built: either `dockerfile`, or `from_` and `steps`."""
+
+    dockerfile: str
+    """The text of a Dockerfile with one stage."""
+    context: str
+    """The id of the upload that COPY and ADD read; see `put_upload`."""
+    build_args: Mapping[str, str]
+    target: str
+    from_: str
+    """The base: an image of the project or of the runners, a reference that was pulled, or a checkpoint's id."""
+    steps: Sequence[models.BuildStep]
+    start: models.BuildStart
+    """A program that runs in the image."""
+    vcpus: int
+    memory_mib: int
+    disk_gib: int
+    allow: Sequence[str]
+    """What the build may reach. By default the package managers' sites."""
+    egress_policy: str
+    no_cache: bool
+    labels: Mapping[str, str]
+
+
+def build(name: str, options: Build) -> models.BuildImageRequest:
+    """The request of a build."""
+    unknown = set(options) - set(Build.__annotations__)
+    if unknown:
+        raise TypeError(f"unknown option {min(unknown)!r}")
+    steps, args = options.get("steps"), options.get("build_args")
+    labels, allow = options.get("labels"), options.get("allow")
+    network = None
+    if allow is not None or options.get("egress_policy") is not None:
+        network = models.NetworkRequest(
+            allow=None if allow is None else list(allow), egress_policy=options.get("egress_policy")
+        )
+    return models.BuildImageRequest(
+        name=name, from_=options.get("from_"), dockerfile=options.get("dockerfile"), context=options.get("context"),
+        build_args=None if args is None else dict(args), target=options.get("target"),
+        steps=None if steps is None else list(steps), start=options.get("start"),
+        resources=resources(options.get("vcpus"), options.get("memory_mib"), options.get("disk_gib")), network=network,
+        no_cache=options.get("no_cache"), labels=None if labels is None else dict(labels),
+    )
+
+
 def action(
     command: Command | None = None,
     *,

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, List
 
 from .. import _connection as connection
 from .. import _operations as op
 from .. import _requests as requests
 from .. import models
 from .._codes import CheckpointNotFound, WorkspaceNotFound
-from .._policy import Call
+from .._policy import Call, decode
+from .._tar import pack
 from . import runtime
 from .admin import AsyncAdmin
 from .checkpoint import AsyncCheckpoint
 from .events import AsyncEvents
-from .files import pieces
+from .files import Archive, body_of, pieces
 from .session import AsyncSession
 from .transport import AsyncTransport
 from .workspace import AsyncWorkspace
@@ -220,7 +221,71 @@ class AsyncCoppice:
             if answer is False:
                 return
 
+    # -- images
+
+    async def build_image(
+        self, name: str, *, timeout: float | None = None, idempotency_key: str = "", **options: Unpack[requests.Build]
+    ) -> models.BuiltImage:
+        """Builds an image of the project, and returns it when it is built. `create(name)` makes workspaces from it.
+
+        Raises BuildFailed if an instruction fails, and DockerfileInvalid. Instructions that were carried out before, with
+        the same files, are not carried out again.
+        """
+        call = Call(op.buildImage, body=requests.build(name, options), key=idempotency_key)
+        return (await self._t.start(call, models.BuildResult, timeout)).image
+
+    async def start_build(
+        self, name: str, *, idempotency_key: str = "", **options: Unpack[requests.Build]
+    ) -> models.Operation:
+        """Begins to build an image. `operation_log` has what it says, and `wait_operation` waits for its end."""
+        call = Call(op.buildImage, query={"wait": 0}, body=requests.build(name, options), key=idempotency_key)
+        status, body = await self._t.read(call)
+        if status == 202:
+            return decode(body, models.Operation, call.op.id)
+        return await self.operation(decode(body, models.BuildResult, call.op.id).operation_id)
+
+    async def operation_log(self, operation_id: str, offset: int = 0) -> bytes:
+        """A part of the log of a build, of at most about 256 KiB. Nothing: there is no more now."""
+        return (await self._t.read(Call(op.getOperationLog, {"operation_id": operation_id}, {"offset": offset})))[1]
+
+    async def built_images(self) -> List[models.BuiltImage]:
+        """The images that the project has built, by name."""
+        return (await self._t.call(Call(op.listImages, query={"limit": 1}), models.ImageList)).built or []
+
+    async def built_image(self, name: str) -> models.BuiltImage:
+        return await self._t.call(Call(op.getImage, {"image_name": name}), models.BuiltImage)
+
+    async def delete_image(self, name: str) -> None:
+        """Takes the name from an image that the project has built. Its checkpoint is no longer pinned."""
+        await self._t.run(Call(op.deleteImage, {"image_name": name}))
+
+    async def put_upload(self, upload_id: str, data: Archive | os.PathLike[str]) -> models.Upload:
+        """Sends files for builds, in the place of an earlier upload with the id. It is kept for a day.
+
+        `data` is a tar, plain or with gzip: bytes, a file that is open, or a Path. Of a Path that is a directory, the
+        content is sent. The id has up to 128 lower-case letters, digits and hyphens.
+        """
+        call = Call(op.putUpload, {"upload_id": upload_id}, content_type="application/x-tar", read_timeout=None)
+        if not isinstance(data, os.PathLike):
+            return await self._put(call, body_of(data))
+        if (source := Path(data)).is_dir():
+            return await self._put(call, pack(source))
+        with source.open("rb") as f:
+            return await self._put(call, pieces(f))
+
+    async def _put(self, call: Call, body: bytes | Iterable[bytes]) -> models.Upload:
+        call.content = body if isinstance(body, bytes) else runtime.body(body)
+        return await self._t.call(call, models.Upload)
+
+    async def upload(self, upload_id: str) -> models.Upload:
+        """What is known of an upload."""
+        return await self._t.call(Call(op.getUpload, {"upload_id": upload_id}), models.Upload)
+
+    async def delete_upload(self, upload_id: str) -> None:
+        await self._t.run(Call(op.deleteUpload, {"upload_id": upload_id}))
+
     async def images(self) -> AsyncIterator[models.Image]:
+        """The images that runners have. `built_images` has those of the project."""
         async for image in self._t.pages(Call(op.listImages), models.Image):
             yield image
 

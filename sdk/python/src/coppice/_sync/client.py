@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Callable, Sequence
+from collections.abc import Iterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, List
 
 from .. import _connection as connection
 from .. import _operations as op
 from .. import _requests as requests
 from .. import models
 from .._codes import CheckpointNotFound, WorkspaceNotFound
-from .._policy import Call
+from .._policy import Call, decode
+from .._tar import pack
 from . import runtime
 from .admin import Admin
 from .checkpoint import Checkpoint
 from .events import Events
-from .files import pieces
+from .files import Archive, body_of, pieces
 from .session import Session
 from .transport import Transport
 from .workspace import Workspace
@@ -221,7 +222,71 @@ class Coppice:
             if answer is False:
                 return
 
+    # -- images
+
+    def build_image(
+        self, name: str, *, timeout: float | None = None, idempotency_key: str = "", **options: Unpack[requests.Build]
+    ) -> models.BuiltImage:
+        """Builds an image of the project, and returns it when it is built. `create(name)` makes workspaces from it.
+
+        Raises BuildFailed if an instruction fails, and DockerfileInvalid. Instructions that were carried out before, with
+        the same files, are not carried out again.
+        """
+        call = Call(op.buildImage, body=requests.build(name, options), key=idempotency_key)
+        return (self._t.start(call, models.BuildResult, timeout)).image
+
+    def start_build(
+        self, name: str, *, idempotency_key: str = "", **options: Unpack[requests.Build]
+    ) -> models.Operation:
+        """Begins to build an image. `operation_log` has what it says, and `wait_operation` waits for its end."""
+        call = Call(op.buildImage, query={"wait": 0}, body=requests.build(name, options), key=idempotency_key)
+        status, body = self._t.read(call)
+        if status == 202:
+            return decode(body, models.Operation, call.op.id)
+        return self.operation(decode(body, models.BuildResult, call.op.id).operation_id)
+
+    def operation_log(self, operation_id: str, offset: int = 0) -> bytes:
+        """A part of the log of a build, of at most about 256 KiB. Nothing: there is no more now."""
+        return (self._t.read(Call(op.getOperationLog, {"operation_id": operation_id}, {"offset": offset})))[1]
+
+    def built_images(self) -> List[models.BuiltImage]:
+        """The images that the project has built, by name."""
+        return (self._t.call(Call(op.listImages, query={"limit": 1}), models.ImageList)).built or []
+
+    def built_image(self, name: str) -> models.BuiltImage:
+        return self._t.call(Call(op.getImage, {"image_name": name}), models.BuiltImage)
+
+    def delete_image(self, name: str) -> None:
+        """Takes the name from an image that the project has built. Its checkpoint is no longer pinned."""
+        self._t.run(Call(op.deleteImage, {"image_name": name}))
+
+    def put_upload(self, upload_id: str, data: Archive | os.PathLike[str]) -> models.Upload:
+        """Sends files for builds, in the place of an earlier upload with the id. It is kept for a day.
+
+        `data` is a tar, plain or with gzip: bytes, a file that is open, or a Path. Of a Path that is a directory, the
+        content is sent. The id has up to 128 lower-case letters, digits and hyphens.
+        """
+        call = Call(op.putUpload, {"upload_id": upload_id}, content_type="application/x-tar", read_timeout=None)
+        if not isinstance(data, os.PathLike):
+            return self._put(call, body_of(data))
+        if (source := Path(data)).is_dir():
+            return self._put(call, pack(source))
+        with source.open("rb") as f:
+            return self._put(call, pieces(f))
+
+    def _put(self, call: Call, body: bytes | Iterable[bytes]) -> models.Upload:
+        call.content = body if isinstance(body, bytes) else runtime.body(body)
+        return self._t.call(call, models.Upload)
+
+    def upload(self, upload_id: str) -> models.Upload:
+        """What is known of an upload."""
+        return self._t.call(Call(op.getUpload, {"upload_id": upload_id}), models.Upload)
+
+    def delete_upload(self, upload_id: str) -> None:
+        self._t.run(Call(op.deleteUpload, {"upload_id": upload_id}))
+
     def images(self) -> Iterator[models.Image]:
+        """The images that runners have. `built_images` has those of the project."""
         for image in self._t.pages(Call(op.listImages), models.Image):
             yield image
 

@@ -27,7 +27,8 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-Content = Union[str, bytes, Readable, Iterable[bytes]]
+Archive = Union[bytes, Readable, Iterable[bytes]]
+Content = Union[str, Archive]
 
 
 class Files:
