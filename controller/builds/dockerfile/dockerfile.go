@@ -27,7 +27,10 @@ const (
 	MaxBytes = 256 << 10
 
 	maxInstructions = 256
-	maxExpanded     = 256 << 10 // bytes of an instruction after the expansion of its variables
+	maxExpanded     = 256 << 10 // bytes of a word after the expansion of its variables
+	maxValues       = 2 << 20   // bytes of all variables that are put into words, and of the words
+	maxPatterned    = 4 << 10   // bytes of a word with a pattern in a variable, and of its variables
+	maxSources      = 256       // of a copy; likewise names to leave out
 )
 
 // File is a Dockerfile that was parsed.
@@ -60,13 +63,13 @@ func Parse(text string, args map[string]string, target, upload string) (f *File,
 		return nil, located(err)
 	}
 	f = &File{text: text, args: args, escape: parsed.EscapeToken, upload: upload, meta: builtin()}
-	lex := shell.NewLex(f.escape)
+	lex, vars := shell.NewLex(f.escape), newVariables(f.meta)
 	for i := range meta {
 		for _, a := range meta[i].Args {
 			if value, ok := args[a.Key]; ok {
 				f.meta[a.Key] = value
 			} else if a.Value != nil {
-				if f.meta[a.Key], err = f.expand(lex, *a.Value, f.meta); err != nil {
+				if f.meta[a.Key], err = vars.expand(lex, *a.Value); err != nil {
 					return nil, invalid(lineOf(&meta[i]), "ARG %s: %s", a.Key, core.Clip(err.Error()))
 				}
 			}
@@ -81,7 +84,7 @@ func Parse(text string, args map[string]string, target, upload string) (f *File,
 		return nil, invalid(line(stages[0].Location), "there is no stage %q", core.Clip(target))
 	}
 	stage := stages[0]
-	if f.From, err = f.expand(lex, stage.BaseName, f.meta); err != nil || f.From == "" {
+	if f.From, err = vars.expand(lex, stage.BaseName); err != nil || f.From == "" {
 		return nil, invalid(line(stage.Location), "FROM %s names no image", core.Clip(stage.BaseName))
 	}
 	if stage.Platform != "" {
@@ -104,25 +107,55 @@ func builtin() map[string]string {
 	}
 }
 
-func (f *File) expand(lex *shell.Lex, word string, env map[string]string) (string, error) {
-	out, _, err := lex.ProcessWord(word, getter(env))
-	if err == nil && len(out) > maxExpanded {
-		err = fmt.Errorf("it has more than %d bytes with its variables", maxExpanded) //nolint:err113 // a message
+// variables are what words expand to. A few bytes of a Dockerfile can ask for many of variables, so what they get is counted while they get it.
+type variables struct {
+	of   []map[string]string // the first one that has a name decides
+	left int                 // bytes of all words
+	word int                 // bytes of this word
+}
+
+func newVariables(of ...map[string]string) *variables { return &variables{of: of, left: maxValues} }
+
+// patterned finds ${NAME#...}, ${NAME%...} and ${NAME/...}.
+var patterned = regexp.MustCompile(`(?s)\$\{([\pL\pN_]+|.)[#%/]`)
+
+func (v *variables) expand(lex *shell.Lex, word string) (string, error) {
+	v.word = min(maxExpanded, v.left)
+	if n := len(patterned.FindAllStringIndex(word, 2)); n > 1 {
+		return "", errors.New("a word has at most one variable with a pattern") //nolint:err113 // a message
+	} else if n == 1 {
+		v.word = min(maxPatterned-len(word), v.left)
 	}
+	before := v.word
+	out, _, err := lex.ProcessWord(word, v)
+	if v.word < 0 || err == nil && len(out) > min(maxExpanded, v.left) {
+		err = errors.New("it has too many bytes with its variables") //nolint:err113 // a message
+	}
+	v.left -= before - v.word + len(out)
 	return out, err
 }
 
-// getter is an environment for the expansion of variables.
-type getter map[string]string
-
-// Get returns a variable.
-func (g getter) Get(name string) (string, bool) {
-	v, ok := g[name]
-	return v, ok
+// Get returns a variable. After too many it returns none, and expand fails.
+func (v *variables) Get(name string) (string, bool) {
+	for _, m := range v.of {
+		if value, ok := m[name]; ok {
+			if v.word -= len(value); v.word < 0 {
+				return "", true
+			}
+			return value, true
+		}
+	}
+	return "", false
 }
 
 // Keys lists the variables.
-func (g getter) Keys() []string { return slices.Collect(maps.Keys(g)) }
+func (v *variables) Keys() []string {
+	all := map[string]string{}
+	for _, m := range v.of {
+		maps.Copy(all, m)
+	}
+	return slices.Collect(maps.Keys(all))
+}
 
 // walk is the state between two instructions.
 type walk struct {
@@ -130,6 +163,7 @@ type walk struct {
 	lex    *shell.Lex
 	config plan.Config
 	args   map[string]string // that are declared so far
+	vars   *variables
 	shell  []string
 	list   []plan.Instruction
 }
@@ -145,6 +179,8 @@ func (f *File) Plan(base plan.Config) ([]plan.Instruction, error) {
 		return nil, located(err)
 	}
 	w := &walk{File: f, lex: shell.NewLex(f.escape), config: base.Clone(), args: map[string]string{}, shell: []string{"/bin/sh", "-c"}}
+	// ENV comes before ARG.
+	w.vars = newVariables(w.config.Env, w.args, map[string]string{"PATH": plan.DefaultPath})
 	for _, c := range stages[0].Commands {
 		if err := w.add(c); err != nil {
 			return nil, located(err)
@@ -153,17 +189,9 @@ func (f *File) Plan(base plan.Config) ([]plan.Instruction, error) {
 	return w.list, nil
 }
 
-// env is what variables of instructions expand to: ENV comes before ARG.
-func (w *walk) env() map[string]string {
-	all := map[string]string{"PATH": plan.DefaultPath}
-	maps.Copy(all, w.args)
-	maps.Copy(all, w.config.Env)
-	return all
-}
-
 func (w *walk) add(c instructions.Command) error {
 	at := lineOf(c)
-	expander := func(word string) (string, error) { return w.expand(w.lex, word, w.env()) }
+	expander := func(word string) (string, error) { return w.vars.expand(w.lex, word) }
 	if e, ok := c.(instructions.SupportsSingleWordExpansion); ok {
 		if err := e.Expand(expander); err != nil {
 			return invalid(at, "%s: %s", strings.ToUpper(c.Name()), core.Clip(err.Error()))
@@ -173,6 +201,15 @@ func (w *walk) add(c instructions.Command) error {
 	known, err := w.configure(c, &out, expander)
 	if err == nil && !known {
 		err = w.machine(c, &out)
+	}
+	if err == nil {
+		err = plan.Config{Env: w.args}.Check()
+	}
+	if err == nil {
+		err = w.config.Check()
+	}
+	if err != nil && core.CodeOf(err) == core.CodeInvalidField {
+		err = invalid(at, "%s", core.MessageOf(err))
 	}
 	out.Config = w.config.Clone()
 	w.list = append(w.list, out)
@@ -203,6 +240,9 @@ func (w *walk) configure(c instructions.Command, out *plan.Instruction, expander
 	case *instructions.EntrypointCommand:
 		w.config.Entrypoint, w.config.Cmd = w.argv(c.ShellDependantCmdLine), nil
 	case *instructions.ExposeCommand:
+		if len(c.Ports) > plan.MaxItems {
+			return true, invalid(out.Line, "EXPOSE has more than %d ports", plan.MaxItems)
+		}
 		for _, p := range c.Ports {
 			p, err := expander(p)
 			if err != nil || !portForm.MatchString(p) {
@@ -327,11 +367,14 @@ func (w *walk) copy(at int, name string, c instructions.SourcesAndDest, chown, c
 		data := f.Data
 		if f.Expand {
 			var err error
-			if data, err = w.expand(w.lex, data, w.env()); err != nil {
+			if data, err = w.vars.expand(w.lex, data); err != nil {
 				return nil, invalid(at, "%s: %s", name, core.Clip(err.Error()))
 			}
 		}
 		out.Inline = append(out.Inline, plan.File{Name: path.Base(f.Path), Data: data})
+	}
+	if len(out.Sources) > maxSources || len(out.Exclude) > maxSources {
+		return nil, invalid(at, "%s has more than %d sources or names to leave out", name, maxSources)
 	}
 	if chmod != "" && !modeForm.MatchString(chmod) {
 		return nil, invalid(at, "%s --chmod=%s is not supported; give an octal number", name, core.Clip(chmod))

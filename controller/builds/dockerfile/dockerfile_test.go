@@ -1,6 +1,7 @@
 package dockerfile_test
 
 import (
+	"strconv"
 	"strings"
 	"testing"
 
@@ -149,4 +150,44 @@ func FuzzParse(f *testing.F) {
 			t.Fatal(err)
 		}
 	})
+}
+
+// TestExpansionIsBounded: a small Dockerfile cannot ask for much memory or time.
+func TestExpansionIsBounded(t *testing.T) {
+	t.Parallel()
+	long := map[string]string{"A": strings.Repeat("x", 64<<10)}
+	for name, text := range map[string]string{
+		"one word":          "FROM base\nARG A\nENV B=" + strings.Repeat("$A", 100_000),
+		"words":             "FROM base\nARG A\nENV" + strings.Repeat(" B=$A", 40_000),
+		"instructions":      "FROM base\nARG A\n" + strings.Repeat("LABEL a=$A$A$A\n", 200),
+		"arguments of FROM": "ARG A\n" + strings.Repeat("ARG B=$A\n", 25_000) + "FROM base",
+		"a replacement":     "FROM base\nARG A\nENV B=${A//x/" + strings.Repeat("y", 100_000) + "}",
+		"replacements":      "FROM base\nENV A=xxxx B=${A//x/${A//x/y}}",
+		"a long pattern":    "FROM base\nARG A\nENV B=${A#" + strings.Repeat("x", 100_000) + "*y}",
+		"variables":         "FROM base\nENV" + manyWords(1001, "=1"),
+		"arguments":         "FROM base\nARG" + manyWords(1001, "=1"),
+		"bytes":             "FROM base\nARG A\nENV B=$A C=$A D=$A E=$A",
+		"ports":             "FROM base\nEXPOSE" + manyWords(1001, ""),
+		"sources":           "FROM base\nCOPY" + manyWords(257, "") + " /",
+	} {
+		if _, err := dockerfile.Parse(text, long, "", "ctx"); core.CodeOf(err) != core.CodeDockerfileInvalid {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	f, err := dockerfile.Parse("FROM base\nENV V=1.2.3 \nENV M=${V%.*} N=${V//./-}\nRUN true", nil, "", "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := f.Plan(plan.Config{})
+	if err != nil || list[1].Config.Env["M"] != "1.2" || list[1].Config.Env["N"] != "1-2-3" {
+		t.Errorf("%+v, %v", list, err)
+	}
+}
+
+func manyWords(n int, end string) string {
+	var out strings.Builder
+	for i := range n {
+		_, _ = out.WriteString(" " + strconv.Itoa(i+1) + end)
+	}
+	return out.String()
 }

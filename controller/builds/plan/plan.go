@@ -14,6 +14,13 @@ import (
 // DefaultPath is PATH where neither the image nor a request sets it, as the agent has it.
 const DefaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+// Bounds of a configuration. Each instruction of a build has one.
+const (
+	MaxItems = 1000 // variables, labels and ports, each
+
+	maxBytes = 256 << 10 // of the variables, and of the labels
+)
+
 // Config is what an image says about programs in it.
 type Config struct {
 	Env          map[string]string `json:"env,omitempty"`
@@ -36,6 +43,23 @@ func (c Config) Clone() Config {
 		c.Labels = map[string]string{}
 	}
 	return c
+}
+
+// Check refuses a configuration that is too large.
+func (c Config) Check() error {
+	if len(c.Env) > MaxItems || len(c.Labels) > MaxItems || len(c.ExposedPorts) > MaxItems {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "an image has at most %d variables, labels and ports each", MaxItems)
+	}
+	for _, m := range []map[string]string{c.Env, c.Labels} {
+		n := 0
+		for name, value := range m {
+			n += len(name) + len(value)
+		}
+		if n > maxBytes {
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "the variables and the labels of an image have at most %d KiB each", maxBytes>>10)
+		}
+	}
+	return nil
 }
 
 // In makes a path of an instruction absolute.

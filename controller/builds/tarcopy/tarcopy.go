@@ -199,6 +199,7 @@ func walk(c plan.Copy, open Open, fn func(m match, h *tar.Header, body io.Reader
 		return err
 	}
 	limited := &bounded{from: plain, left: maxUnpacked}
+	selected := int64(0) // a sparse file has bytes that are not in the stream
 	tr := tar.NewReader(limited)
 	for entries := 0; ; entries++ {
 		h, err := tr.Next()
@@ -232,6 +233,10 @@ func walk(c plan.Copy, open Open, fn func(m match, h *tar.Header, body io.Reader
 		default:
 			return core.Errorf(core.Invalid, core.CodeMalformedBody, "the context has %q, which is no file, directory or symbolic link", core.Clip(name))
 		}
+		if h.Size < 0 || h.Size > maxUnpacked-selected {
+			return errLarge
+		}
+		selected += h.Size
 		if err := fn(m, h, tr); err != nil {
 			return err
 		}
