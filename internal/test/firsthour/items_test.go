@@ -190,7 +190,9 @@ var items = []item{
 		{line: "echo x | coppice ws cp - demo:/root/x"},
 		{line: "coppice ws cp demo:/root/x - | cat", says: []string{"x"}},
 		{line: "coppice fork before --name second && coppice ws cp demo:/root/x second:/root/y && coppice ws exec second -- cat /root/y", says: []string{"x"}},
-		{line: "coppice ckpt create demo --name after && coppice ckpt diff before after", says: []string{"A /root/x"}},
+		{line: "coppice ws exec demo -- sh -c 'echo 192.0.2.1 db >> /etc/hosts'"},
+		{line: "coppice ckpt create demo --name after && coppice ckpt diff before after", says: []string{"A /root/x", "M /etc/hosts (content, in memory)"}},
+		{line: "coppice fork after --name third && coppice ckpt create third --name third && coppice ckpt diff after third", not: []string{"in memory"}},
 	}},
 	{name: "16-missing", setup: []string{demo, "coppice ckpt create demo --name before"}, tries: []try{
 		{line: "coppice __complete ws show ''", says: []string{"demo"}},
