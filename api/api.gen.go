@@ -1385,6 +1385,9 @@ type CreateCheckpointRequest struct {
 
 	// Pinned See `Checkpoint`.
 	Pinned bool `json:"pinned,omitempty,omitzero"`
+
+	// Prepare As many machines are prepared for forks of the checkpoint, for 2 minutes; see `PUT /v1/checkpoints/{checkpoint_id}/prepared`.
+	Prepare int `json:"prepare,omitempty,omitzero"`
 }
 
 // CreateKeyRequest defines model for CreateKeyRequest.
@@ -2419,6 +2422,57 @@ type PortList struct {
 	Items []Port `json:"items"`
 }
 
+// PrepareRequest defines model for PrepareRequest.
+type PrepareRequest struct {
+	// Count Machines that wait at the same time. 0 ends what was asked for.
+	Count int `json:"count"`
+
+	// TTLSeconds How long machines are kept ready.
+	TTLSeconds *int `json:"ttl_seconds,omitempty"`
+}
+
+// Prepared defines model for Prepared.
+type Prepared struct {
+	// Asked Machines that should wait. 0 when the time is up.
+	Asked int `json:"asked"`
+
+	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+
+	// ExpiresAt When the time is up; absent if no machine was ever asked for.
+	ExpiresAt time.Time `json:"expires_at,omitempty,omitzero"`
+
+	// GivenUp No machine was taken for ten minutes, so the runner prepares no others.
+	GivenUp bool `json:"given_up"`
+
+	// Hits Children of forks that took a machine.
+	Hits int64 `json:"hits"`
+
+	// Max Machines that the runner keeps for all checkpoints. 0: it prepares none, or has not answered yet.
+	Max int `json:"max"`
+
+	// MemoryBytes Memory of the waiting machines that they do not share with others.
+	MemoryBytes int64 `json:"memory_bytes"`
+
+	// Misses Children for which no machine was ready.
+	Misses int64 `json:"misses"`
+
+	// Ready Machines that wait.
+	Ready int `json:"ready"`
+
+	// RunnerID The runner that was asked last.
+	RunnerID RunnerID `json:"runner_id,omitempty,omitzero"`
+
+	// TakenCPUSeconds CPU time of machines until they were taken. It counts for the workspaces as well.
+	TakenCPUSeconds float64 `json:"taken_cpu_seconds"`
+
+	// Wasted Machines that nobody took.
+	Wasted int64 `json:"wasted"`
+
+	// WastedCPUSeconds CPU time of machines that nobody took.
+	WastedCPUSeconds float64 `json:"wasted_cpu_seconds"`
+}
+
 // Problem RFC 9457 with a stable code.
 type Problem struct {
 	// Code Stable; programs branch on it.
@@ -3360,6 +3414,12 @@ type Usage struct {
 	// GibSeconds Memory times the time for which it was allocated.
 	GibSeconds float64 `json:"gib_seconds"`
 
+	// PreparedCPUSeconds CPU time of machines that were prepared because they were asked for and that no fork took. It is not in `cpu_seconds`.
+	PreparedCPUSeconds float64 `json:"prepared_cpu_seconds,omitempty,omitzero"`
+
+	// PreparedMemoryBytes Memory of prepared machines that wait now and were asked for.
+	PreparedMemoryBytes int64 `json:"prepared_memory_bytes,omitempty,omitzero"`
+
 	// ReceivedBytes Bytes of the guests, as of `sampled_at`.
 	ReceivedBytes int64 `json:"received_bytes"`
 
@@ -4031,6 +4091,9 @@ type PatchCheckpointJSONRequestBody = PatchCheckpointRequest
 // ForkCheckpointJSONRequestBody defines body for ForkCheckpoint for application/json ContentType.
 type ForkCheckpointJSONRequestBody = ForkCheckpointRequest
 
+// PutPreparedJSONRequestBody defines body for PutPrepared for application/json ContentType.
+type PutPreparedJSONRequestBody = PrepareRequest
+
 // PruneCheckpointsJSONRequestBody defines body for PruneCheckpoints for application/json ContentType.
 type PruneCheckpointsJSONRequestBody = PruneRequest
 
@@ -4150,6 +4213,12 @@ type ServerInterface interface {
 	// GetLineage List the path from a checkpoint to its root
 	// (GET /v1/checkpoints/{checkpoint_id}/lineage)
 	GetLineage(ctx echo.Context, checkpointID CheckpointID, params GetLineageParams) error
+	// GetPrepared Get how many machines are prepared for forks of a checkpoint
+	// (GET /v1/checkpoints/{checkpoint_id}/prepared)
+	GetPrepared(ctx echo.Context, checkpointID CheckpointID) error
+	// PutPrepared Ask for machines that are prepared for forks of a checkpoint
+	// (PUT /v1/checkpoints/{checkpoint_id}/prepared)
+	PutPrepared(ctx echo.Context, checkpointID CheckpointID) error
 	// PruneCheckpoints Delete what a policy does not keep of a checkpoint and its descendants
 	// (POST /v1/checkpoints/{checkpoint_id}/prune)
 	PruneCheckpoints(ctx echo.Context, checkpointID CheckpointID, params PruneCheckpointsParams) error
@@ -4837,6 +4906,38 @@ func (w *ServerInterfaceWrapper) GetLineage(ctx echo.Context) error {
 
 	// Invoke the callback with all the unmarshaled arguments
 	err = w.Handler.GetLineage(ctx, checkpointID, params)
+	return err
+}
+
+// GetPrepared converts echo context to params.
+func (w *ServerInterfaceWrapper) GetPrepared(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "checkpoint_id" -------------
+	var checkpointID CheckpointID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "checkpoint_id", ctx.Param("checkpoint_id"), &checkpointID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter checkpoint_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.GetPrepared(ctx, checkpointID)
+	return err
+}
+
+// PutPrepared converts echo context to params.
+func (w *ServerInterfaceWrapper) PutPrepared(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "checkpoint_id" -------------
+	var checkpointID CheckpointID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "checkpoint_id", ctx.Param("checkpoint_id"), &checkpointID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter checkpoint_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.PutPrepared(ctx, checkpointID)
 	return err
 }
 
@@ -6711,6 +6812,8 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.POST(options.BaseURL+"/v1/checkpoints/:checkpoint_id/restore", wrapper.RestoreCheckpoint, options.OperationMiddlewares["restoreCheckpoint"]...)
 	router.POST(options.BaseURL+"/v1/checkpoints/:checkpoint_id/step", wrapper.StepCheckpoint, options.OperationMiddlewares["stepCheckpoint"]...)
 	router.POST(options.BaseURL+"/v1/checkpoints/:checkpoint_id/prune", wrapper.PruneCheckpoints, options.OperationMiddlewares["pruneCheckpoints"]...)
+	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/prepared", wrapper.GetPrepared, options.OperationMiddlewares["getPrepared"]...)
+	router.PUT(options.BaseURL+"/v1/checkpoints/:checkpoint_id/prepared", wrapper.PutPrepared, options.OperationMiddlewares["putPrepared"]...)
 	router.DELETE(options.BaseURL+"/v1/checkpoints/:checkpoint_id/retention", wrapper.DeleteRetention, options.OperationMiddlewares["deleteRetention"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/retention", wrapper.GetRetention, options.OperationMiddlewares["getRetention"]...)
 	router.PUT(options.BaseURL+"/v1/checkpoints/:checkpoint_id/retention", wrapper.PutRetention, options.OperationMiddlewares["putRetention"]...)
@@ -7335,6 +7438,85 @@ type GetLineagedefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response GetLineagedefaultApplicationProblemPlusJSONResponse) VisitGetLineageResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetPreparedRequestObject struct {
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+}
+
+type GetPreparedResponseObject interface {
+	VisitGetPreparedResponse(w http.ResponseWriter) error
+}
+
+type GetPrepared200JSONResponse Prepared
+
+func (response GetPrepared200JSONResponse) VisitGetPreparedResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetPrepareddefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response GetPrepareddefaultApplicationProblemPlusJSONResponse) VisitGetPreparedResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type PutPreparedRequestObject struct {
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+	Body         *PutPreparedJSONRequestBody
+}
+
+type PutPreparedResponseObject interface {
+	VisitPutPreparedResponse(w http.ResponseWriter) error
+}
+
+type PutPrepared200JSONResponse Prepared
+
+func (response PutPrepared200JSONResponse) VisitPutPreparedResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type PutPrepareddefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response PutPrepareddefaultApplicationProblemPlusJSONResponse) VisitPutPreparedResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -10450,6 +10632,12 @@ type StrictServerInterface interface {
 	// GetLineage List the path from a checkpoint to its root
 	// (GET /v1/checkpoints/{checkpoint_id}/lineage)
 	GetLineage(ctx context.Context, request GetLineageRequestObject) (GetLineageResponseObject, error)
+	// GetPrepared Get how many machines are prepared for forks of a checkpoint
+	// (GET /v1/checkpoints/{checkpoint_id}/prepared)
+	GetPrepared(ctx context.Context, request GetPreparedRequestObject) (GetPreparedResponseObject, error)
+	// PutPrepared Ask for machines that are prepared for forks of a checkpoint
+	// (PUT /v1/checkpoints/{checkpoint_id}/prepared)
+	PutPrepared(ctx context.Context, request PutPreparedRequestObject) (PutPreparedResponseObject, error)
 	// PruneCheckpoints Delete what a policy does not keep of a checkpoint and its descendants
 	// (POST /v1/checkpoints/{checkpoint_id}/prune)
 	PruneCheckpoints(ctx context.Context, request PruneCheckpointsRequestObject) (PruneCheckpointsResponseObject, error)
@@ -11074,6 +11262,79 @@ func (sh *strictHandler) GetLineage(ctx echo.Context, checkpointID CheckpointID,
 		return err
 	} else if validResponse, ok := response.(GetLineageResponseObject); ok {
 		return validResponse.VisitGetLineageResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// GetPrepared operation middleware
+func (sh *strictHandler) GetPrepared(ctx echo.Context, checkpointID CheckpointID) error {
+	var request GetPreparedRequestObject
+
+	request.CheckpointID = checkpointID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.GetPrepared(ctx.Request().Context(), request.(GetPreparedRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "GetPrepared")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(GetPreparedResponseObject); ok {
+		return validResponse.VisitGetPreparedResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// PutPrepared operation middleware
+func (sh *strictHandler) PutPrepared(ctx echo.Context, checkpointID CheckpointID) error {
+	var request PutPreparedRequestObject
+
+	request.CheckpointID = checkpointID
+
+	var body PutPreparedJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.PutPrepared(ctx.Request().Context(), request.(PutPreparedRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "PutPrepared")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(PutPreparedResponseObject); ok {
+		return validResponse.VisitPutPreparedResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -21,6 +21,7 @@ type captureInput struct {
 type capturePlan struct {
 	workspace  Workspace
 	checkpoint Checkpoint
+	prepare    bool // machines of the checkpoint are wanted
 }
 
 // capturing says which operation captures a workspace, and what it does besides.
@@ -85,8 +86,11 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, i
 		if err := tx.InsertCheckpoint(ctx, cp); err != nil {
 			return nil, err
 		}
+		if err := what.request.Prepare.Set(ctx, tx, project, cp.ID); err != nil {
+			return nil, err
+		}
 		op.CheckpointID = cp.ID
-		return what.as(ctx, tx, captureInput{Capture: cp.ID, Epoch: w.Epoch, Sandbox: sandbox.ID, plan: &capturePlan{workspace: w, checkpoint: cp}}, attempt)
+		return what.as(ctx, tx, captureInput{Capture: cp.ID, Epoch: w.Epoch, Sandbox: sandbox.ID, plan: &capturePlan{workspace: w, checkpoint: cp, prepare: what.request.Prepare.Count > 0}}, attempt)
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -15,6 +16,7 @@ type CheckpointRequest struct {
 	Labels      map[string]string
 	Annotations map[string]json.RawMessage
 	Pinned      bool
+	Prepare     prepare.Wanted // machines of it
 }
 
 // createCheckpoint is the kind create_checkpoint: it captures a running workspace.
@@ -35,6 +37,7 @@ func (k *createCheckpoint) work(ctx context.Context, c *Controller, t *task) err
 	if err != nil {
 		return err
 	}
+	defer c.Prepare.SoonIf(plan.prepare, k.Capture)
 	got, err := k.call(ctx, c, t, plan, runnerapi.Capture{})
 	if err != nil {
 		return c.captureFailed(ctx, t, k, k.Sandbox, err)

@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/metrics"
 	"github.com/coppice-dev/coppice/controller/ports"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/ratelimit"
 	"github.com/coppice-dev/coppice/controller/retention"
@@ -62,6 +63,7 @@ type Controller struct {
 	Steps   *steps.Stepper
 	Builds  *builds.Builder
 	Uploads *uploads.Keeper
+	Prepare *prepare.Manager // machines that are prepared because a client has asked for them
 
 	cfg     Config
 	store   ownStore
@@ -139,7 +141,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.operations.Run, c.reconcileLoop, c.grants.Run, c.periodicJobsLoop, c.Rounds.Run, c.idle.Run, c.listenLoop, c.Tenancy.Run, c.limitLoop, c.Events.Run} {
+	for _, loop := range []func(context.Context){c.operations.Run, c.reconcileLoop, c.grants.Run, c.periodicJobsLoop, c.Rounds.Run, c.idle.Run, c.listenLoop, c.Tenancy.Run, c.limitLoop, c.Events.Run, c.Prepare.Run} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

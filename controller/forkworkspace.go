@@ -116,5 +116,6 @@ func (k *forkWorkspace) work(ctx context.Context, c *Controller, t *task) error 
 // recordCapture writes the capture and the step, so that the parent continues.
 func (k *forkWorkspace) recordCapture(ctx context.Context, c *Controller, t *task, plan *capturePlan, got runnerapi.Checkpoint) error {
 	defer c.captures.Ended(t.Op().WorkspaceID)
+	defer c.Prepare.SoonIf(plan.prepare, k.Capture)
 	return t.Advance(ctx, "fork", func(tx Tx) error { return k.record(ctx, tx, t, plan, got) })
 }

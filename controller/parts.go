@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/ports"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/ratelimit"
 	"github.com/coppice-dev/coppice/controller/retention"
@@ -50,6 +51,7 @@ type AllTx interface {
 	grants.Tx
 	idle.Tx
 	ports.Tx
+	prepare.Tx
 	previews.Tx
 	retention.Tx
 	sealing.Tx
@@ -162,6 +164,7 @@ func (c *Controller) makeParts() {
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
 	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
 	c.Changer = settings.New(partStore[settings.Tx]{store, func(tx AllTx) settings.Tx { return tx }}, c.deliverRules)
+	c.Prepare = prepare.New(prepare.Config{Authority: c.secrets.Trusted, Log: c.log}, partStore[prepare.Tx]{store, func(tx AllTx) prepare.Tx { return tx }}, c.runners)
 	c.fleet = newFleet(c)
 	c.previews = newPreviews(c)
 	c.ports = ports.New(ports.Config{Reach: c.reach, Repeated: c.operations.Repeated, Ended: c.previews.Changed, Log: c.log},
@@ -191,69 +194,54 @@ func (c *Controller) sessionsConfig() sessions.Config {
 
 // The types of the parts that callers of the controller use.
 type (
-	Event           = events.Event
-	EventFilter     = events.Filter
-	EventMarks      = events.Marks
-	EventTail       = events.Tail
-	AddressesWanted = identity.AddressesWanted
-	Bootstrap       = tenancy.Bootstrap
-	QuotasPatch     = tenancy.QuotasPatch
-	QuotaUsage      = tenancy.QuotaUsage
-	Demand          = tenancy.Demand
-	AuditOutcome    = tenancy.AuditOutcome
-	AuditRecord     = tenancy.AuditRecord
-	AuditFilter     = tenancy.AuditFilter
-	AuditCheck      = tenancy.AuditCheck
-	Usage           = tenancy.Usage
-	EncryptionPatch = datakeys.Patch
-	ProjectKey      = datakeys.ProjectKey
-	Wrapper         = datakeys.Wrapper
-	Garbage         = storegc.Garbage
-	StoreReport     = storecheck.Report
-	StoreProblem    = storecheck.Problem
-	StoredObject    = model.StoredObject
-	SealAttempt     = sealing.Attempt
-	ExportedFile    = transfer.ExportedFile
-	RetentionPolicy = retention.TreePolicy
-	Retention       = retention.Stored
-	RetentionRound  = retention.Round
-	RetentionEnd    = retention.End
-	SubtreeWalk     = retention.Walk
-	SubtreeBranch   = retention.Branch
-	SessionQuota    = sessions.Quota
-	SessionView     = sessions.View
-	ExecResult      = sessions.ExecResult
-	Way             = sessions.Way
-	ExecRequest     = guestclient.ExecRequest
-	GuestSession    = guestclient.Session
-	Process         = guestclient.Process
-	WorkspacePatch  = settings.Patch
+	Event            = events.Event
+	AddressesWanted  = identity.AddressesWanted
+	Bootstrap        = tenancy.Bootstrap
+	QuotasPatch      = tenancy.QuotasPatch
+	QuotaUsage       = tenancy.QuotaUsage
+	Demand           = tenancy.Demand
+	AuditOutcome     = tenancy.AuditOutcome
+	AuditRecord      = tenancy.AuditRecord
+	AuditFilter      = tenancy.AuditFilter
+	AuditCheck       = tenancy.AuditCheck
+	Usage            = tenancy.Usage
+	EncryptionPatch  = datakeys.Patch
+	ProjectKey       = datakeys.ProjectKey
+	Wrapper          = datakeys.Wrapper
+	Garbage          = storegc.Garbage
+	StoreReport      = storecheck.Report
+	StoreProblem     = storecheck.Problem
+	StoredObject     = model.StoredObject
+	SealAttempt      = sealing.Attempt
+	RetentionPolicy  = retention.TreePolicy
+	Retention        = retention.Stored
+	RetentionRound   = retention.Round
+	SessionQuota     = sessions.Quota
+	SessionView      = sessions.View
+	ExecResult       = sessions.ExecResult
+	Way              = sessions.Way
+	ExecRequest      = guestclient.ExecRequest
+	GuestSession     = guestclient.Session
+	Process          = guestclient.Process
+	WorkspacePatch   = settings.Patch
+	Limits           = ratelimit.Limits
+	Rate             = ratelimit.Rate
+	RateClass        = ratelimit.Class
+	RateError        = ratelimit.Error
+	Allowance        = ratelimit.Allowance
+	CheckpointFilter = tree.Filter
+	CheckpointPatch  = tree.Patch
+	TreePage         = tree.Page
+	DiffPage         = tree.DiffPage
 )
 
-// The types of rates, and the kinds of routes that share one.
-type (
-	Limits    = ratelimit.Limits
-	Rate      = ratelimit.Rate
-	RateClass = ratelimit.Class
-	RateError = ratelimit.Error
-	Allowance = ratelimit.Allowance
-)
-
-// The kinds of routes.
+// The kinds of routes that share a rate.
 const (
 	RateRead  = ratelimit.Read
 	RateWrite = ratelimit.Write
 	RateExec  = ratelimit.Exec
 	RateAdmin = ratelimit.Admin
 	RateOpen  = ratelimit.Open
-)
-
-// The types of the tree of checkpoints.
-type (
-	CheckpointFilter = tree.Filter
-	CheckpointPatch  = tree.Patch
-	TreePage         = tree.Page
-	DiffPage         = tree.DiffPage
 )
 
 // MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.
@@ -279,6 +267,3 @@ const (
 
 // ErrKeyEnded ends the work that is under way for a key that was revoked or has expired.
 var ErrKeyEnded = tenancy.ErrKeyEnded
-
-// ErrImportLost says that an import was given up because it was not renewed in time.
-var ErrImportLost = transfer.ErrImportLost

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/idle"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/controller/storegc"
@@ -38,6 +39,7 @@ func (c *Controller) periodicJobs() []PeriodicJob {
 		{Name: "count_sessions", Every: sessions.Every, Do: keeper.Count},
 		{Name: "seal_audit", Every: tenancy.AuditEvery, Do: c.Tenancy.CloseAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.upkeep.SweepKeys},
+		{Name: "prepare", Every: prepare.Every, Do: c.Prepare.Round},
 		{Name: "sweep_steps", Every: steps.Every, Do: c.Steps.Sweep},
 		{Name: "sweep_builds", Every: builds.Every, Do: c.Builds.Sweep},
 		{Name: "sweep_transfers", Every: uploads.Every, Do: c.Uploads.Sweep},

@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/fleet"
 	"github.com/coppice-dev/coppice/controller/forkcall"
 	"github.com/coppice-dev/coppice/controller/ports"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/core"
@@ -22,6 +23,7 @@ type Runners interface {
 	fleet.Runners
 	forkcall.Runners
 	ports.Runners
+	prepare.Runners
 	previews.Runners
 	tree.Runners
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)

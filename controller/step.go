@@ -72,7 +72,7 @@ func newSteps(c *Controller) *steps.Stepper {
 	return steps.New(steps.Uses{
 		Capture: func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, node steps.Node, note steps.Note) error {
 			_, err := c.beginCaptureInTurn(ctx, project, id, c.cfg.AdmissionWait, capturing{
-				kind: OpCreateCheckpoint, request: CheckpointRequest{node.Name, node.Labels, node.Annotations, node.Pinned},
+				kind: OpCreateCheckpoint, request: CheckpointRequest{node.Name, node.Labels, node.Annotations, node.Pinned, node.Prepare},
 				as: func(ctx context.Context, tx Tx, in captureInput, _ int) (kind, error) {
 					return &createCheckpoint{in}, note(ctx, tx, steps.Begun{Checkpoint: in.Capture})
 				},

@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/operations"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/previews"
 	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/controller/tenancy"
@@ -70,6 +71,7 @@ type Tx interface {
 	FleetTx
 	steps.AdmitTx
 	builds.AdmitTx
+	prepare.AskTx
 }
 
 // WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in

@@ -69,6 +69,9 @@ func (r *Runner) dismantlePrepared(ctx context.Context, m *preparedMachine) erro
 // Drain says whether forks are placed on other runners. Then no machine is prepared, and those that are end.
 func (r *Runner) Drain(on bool) { r.prepared.Pause(on) }
 
+// Prepare begins, renews and ends asks for prepared machines.
+func (r *Runner) Prepare(in runnerapi.Prepare) (runnerapi.Prepared, error) { return r.prepared.Serve(in) }
+
 // roomForPrepared says what the host has left.
 func (r *Runner) roomForPrepared() (left prepared.Room, err error) {
 	available, err := procfs.KiB("/proc/meminfo", "MemAvailable")

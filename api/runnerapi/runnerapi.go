@@ -34,6 +34,7 @@ const (
 	PathSandboxGuest      = "/v1/sandboxes/{id}/guest/*"         // reverse proxy to the guest agent's public routes (sessions, files, processes)
 	PathCheckpoints       = "/v1/checkpoints"                    // GET -> Checkpoints
 	PathCheckpoint        = "/v1/checkpoints/{id}"               // GET -> Checkpoint, DELETE (idempotent)
+	PathPrepared          = "/v1/prepared"                       // PUT Prepare -> Prepared: for which checkpoints machines are to be prepared
 	PathObject            = "/v1/objects/{key...}"               // GET, for other runners, too: ?offset= and ?bytes= of an object of the store, if the host keeps them; 404
 )
 

@@ -83,6 +83,8 @@ var routes = map[string]access{
 	"forkCheckpoint":           needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"restoreCheckpoint":        needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"stepCheckpoint":           needs(controller.RateWrite, core.ScopeWorkspaceCreate, core.ScopeWorkspaceExec, core.ScopeWorkspaceDelete, core.ScopeCheckpointCreate),
+	"getPrepared":              needs(controller.RateRead, core.ScopeCheckpointRead),
+	"putPrepared":              needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"pruneCheckpoints":         needs(controller.RateWrite, core.ScopeCheckpointDelete),
 	"getCheckpointUsage":       needs(controller.RateRead, core.ScopeCheckpointRead),
 	"getRetention":             needs(controller.RateRead, core.ScopeCheckpointRead),

@@ -139,6 +139,9 @@ var changing = map[string]func(x things) call{
 	"putRetention": func(x things) call {
 		return call{method: "PUT", path: "/v1/checkpoints/" + x.cp.ID + "/retention", body: `{"max_age_seconds":86400}`}
 	},
+	"putPrepared": func(x things) call {
+		return call{method: "PUT", path: "/v1/checkpoints/" + x.cp.ID + "/prepared", body: `{"count":2}`}
+	},
 	"deleteRetention": func(x things) call {
 		x.w.want(200, "PUT", "/v1/checkpoints/"+x.cp.ID+"/retention", map[string]any{"max_age_seconds": 86400}, nil)
 		return call{method: "DELETE", path: "/v1/checkpoints/" + x.cp.ID + "/retention"}

@@ -13,9 +13,9 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/controller/internalapi"
+	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
@@ -121,7 +121,7 @@ func TestExportsTakeTurns(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var open []*controller.ExportedFile
+	var open []*transfer.ExportedFile
 	for range most {
 		f, err := w.control.ExportCheckpoint(t.Context(), project.ID, core.CheckpointID(cp.ID))
 		if err != nil {

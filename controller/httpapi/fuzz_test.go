@@ -53,6 +53,7 @@ var examples = map[string]string{
 	"patchProject":       `{"version":1,"quotas":{"children":0}}`,
 	"createKey":          `{"name":"k","scopes":["workspace:read"],"expires_in_seconds":60}`,
 	"pruneCheckpoints":   `{"keep_best":{"k":1,"annotation":"score"},"keep_path_to_root":true,"max_age_seconds":1,"max_bytes":2,"dry_run":true}`,
+	"putPrepared":        `{"count":1,"ttl_seconds":1}`,
 	"putRetention":       `{"max_age_seconds":1}`,
 }
 

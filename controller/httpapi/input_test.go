@@ -97,7 +97,7 @@ var absent = map[string]string{
 // bodies are good ones, where one is needed.
 var bodies = map[string]string{
 	"putGrant":         `{"allowed_hosts":["a.example"],"secret":"0123456789"}`,
-	"pruneCheckpoints": `{"max_bytes":1}`, "putRetention": `{"max_bytes":1}`,
+	"pruneCheckpoints": `{"max_bytes":1}`, "putRetention": `{"max_bytes":1}`, "putPrepared": `{"count":1}`,
 	"createWorkspace": `{}`, "patchWorkspace": `{}`, "forkWorkspace": `{}`, "restoreWorkspace": `{"checkpoint_id":"` + absent["checkpoint_id"] + `"}`,
 	"createPort": `{"guest_port":80}`, "exec": `{"command":["true"]}`, "signalSession": `{"signal":"TERM"}`, "resizeSession": `{"cols":80,"rows":24}`,
 	"createCheckpoint": `{}`, "patchCheckpoint": `{}`, "forkCheckpoint": `{}`, "stepCheckpoint": `{"actions":[{"command":["true"]}]}`, "restoreCheckpoint": `{}`,

@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
@@ -261,7 +262,7 @@ func forkIn(g forkOptions) (controller.ForkRequest, error) {
 }
 
 func checkpointRequestIn(b api.CreateCheckpointRequest) (controller.CheckpointRequest, error) {
-	out := controller.CheckpointRequest{Name: b.Name, Pinned: b.Pinned}
+	out := controller.CheckpointRequest{Name: b.Name, Pinned: b.Pinned, Prepare: prepare.Wanted{Count: b.Prepare}}
 	var err error
 	if out.Labels, err = labelsIn(b.Labels); err != nil {
 		return out, err

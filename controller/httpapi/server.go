@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi/imageapi"
+	"github.com/coppice-dev/coppice/controller/httpapi/prepareapi"
 	"github.com/coppice-dev/coppice/controller/httpapi/stepjson"
 	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
@@ -27,6 +28,7 @@ import (
 // server implements the strict interface and the streams beside it.
 type server struct {
 	imageapi.Routes
+	prepareapi.Handlers
 
 	control *controller.Controller
 	flows   journal
@@ -54,7 +56,7 @@ func newHandler(control *controller.Controller, log *slog.Logger, bodyTime time.
 
 func newServer(control *controller.Controller, log *slog.Logger) *server {
 	images := imageapi.Routes{Control: control, Project: projectOf, Wait: waitOf, Operation: operationOf, Labels: labelsIn, Env: envIn, Allow: allowIn, Resources: resourcesIn}
-	return &server{Routes: images, control: control, flows: control.Flows(), grants: control.Grants(), log: log, version: version.String(), pace: defaultPace, upload: maxFile}
+	return &server{Routes: images, Handlers: prepareapi.Handlers{Machines: control.Prepare, Project: projectOf}, control: control, flows: control.Flows(), grants: control.Grants(), log: log, version: version.String(), pace: defaultPace, upload: maxFile}
 }
 
 func (s *server) handler(bodyTime time.Duration) http.Handler {

@@ -55,7 +55,7 @@ func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
 		return steps.Action{}, below(field+"checkpoint.", err)
 	}
 	a, exec, err := stepjson.ActionIn(field, b, invalid)
-	a.Node = steps.Node{Name: node.Name, Labels: node.Labels, Annotations: node.Annotations, Pinned: node.Pinned}
+	a.Node = steps.Node{Name: node.Name, Labels: node.Labels, Annotations: node.Annotations, Pinned: node.Pinned, Prepare: node.Prepare}
 	if err != nil || exec == nil {
 		return a, err
 	}

@@ -11,7 +11,7 @@ import (
 func usageOf(u controller.Usage) api.Usage {
 	return api.Usage{
 		Workspaces: u.Workspaces, Checkpoints: u.Checkpoints, CPUSeconds: u.CPUSeconds, GibSeconds: u.GiBSeconds, StoredBytes: u.StoredBytes,
-		SentBytes: u.SentBytes, ReceivedBytes: u.ReceivedBytes, SampledAt: u.SampledAt,
+		SentBytes: u.SentBytes, ReceivedBytes: u.ReceivedBytes, SampledAt: u.SampledAt, PreparedCPUSeconds: u.PreparedCPUSeconds, PreparedMemoryBytes: u.PreparedMemoryBytes,
 	}
 }
 

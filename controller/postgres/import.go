@@ -8,6 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
+	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -23,14 +24,14 @@ func (t *tx) RenewImport(ctx context.Context, id core.CheckpointID, lease time.D
 	n, err := t.Exec(ctx, `UPDATE imports SET lease_expires_at = now() + make_interval(secs => @lease) WHERE checkpoint_id = @id`,
 		pgtx.Args{"id": id, "lease": lease.Seconds()})
 	if err == nil && n == 0 {
-		err = controller.ErrImportLost
+		err = transfer.ErrImportLost
 	}
 	return err
 }
 
 // CommitImport makes the row of the checkpoint go through its states at once.
 func (t *tx) CommitImport(ctx context.Context, cp controller.Checkpoint, in runnerapi.CommitSeal) (controller.Checkpoint, error) {
-	prefix, err := pgtx.One[string](ctx, t, controller.ErrImportLost, `
+	prefix, err := pgtx.One[string](ctx, t, transfer.ErrImportLost, `
 		SELECT coppice_seal_prefix(project_id, checkpoint_id, 1) AS prefix FROM imports WHERE checkpoint_id = @id FOR UPDATE`, pgtx.Args{"id": cp.ID})
 	if err != nil {
 		return cp, err

@@ -45,7 +45,7 @@ const subtreeColumns = `
 
 // Subtree returns the next part of a walk; see controller.Tx. A walk from a root reads the tree in the order of an index. A walk from another
 // node looks for the children of the nodes that it has found, so it reads no other rows.
-func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation string) ([]retention.Node, controller.SubtreeWalk, error) {
+func (t *tx) Subtree(ctx context.Context, w retention.Walk, annotation string) ([]retention.Node, retention.Walk, error) {
 	if !w.Begun {
 		top, err := t.Checkpoint(ctx, w.ID)
 		if err != nil {
@@ -56,7 +56,7 @@ func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation s
 		if w.Root {
 			w.More = true
 		} else {
-			w.Open = []controller.SubtreeBranch{{Parent: w.ID}}
+			w.Open = []retention.Branch{{Parent: w.ID}}
 		}
 		return nodesOf(rows), w, err
 	}
@@ -84,9 +84,9 @@ func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation s
 			SELECT`+subtreeColumns+` FROM checkpoints c WHERE c.parent_id = p.id AND c.id > p.after AND`+shown+` ORDER BY c.id LIMIT @limit
 		) AS d`, pgtx.Args{"parents": pgtx.Texts(parents), "afters": pgtx.Texts(afters), "annotation": annotation, "limit": subtreeChildren})
 	for _, r := range rows {
-		w.Open = append(w.Open, controller.SubtreeBranch{Parent: r.ID})
+		w.Open = append(w.Open, retention.Branch{Parent: r.ID})
 		if found[r.Parent]++; found[r.Parent] == subtreeChildren {
-			w.Open = append(w.Open, controller.SubtreeBranch{Parent: r.Parent, After: r.ID})
+			w.Open = append(w.Open, retention.Branch{Parent: r.Parent, After: r.ID})
 		}
 	}
 	return nodesOf(rows), w, err
@@ -187,7 +187,7 @@ func (t *tx) RenewRetention(ctx context.Context, r controller.RetentionRound, le
 }
 
 // EndRetention counts the rest from now. If a round failed, the next one begins as soon as the rest is over.
-func (t *tx) EndRetention(ctx context.Context, r controller.RetentionRound, end controller.RetentionEnd) error {
+func (t *tx) EndRetention(ctx context.Context, r controller.RetentionRound, end retention.End) error {
 	_, err := t.Exec(ctx, `
 		UPDATE retention_rounds SET claimed_until = '-infinity', next_at = now() + make_interval(secs => @pause),
 			due_at = CASE WHEN @failed THEN now() ELSE @due END, audit_id = CASE WHEN @failed THEN NULL ELSE audit_id END

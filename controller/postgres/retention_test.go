@@ -62,7 +62,7 @@ func (d *db) wholeSubtree(conn *pgx.Conn, id core.CheckpointID) (list []retentio
 func (d *db) walked(id core.CheckpointID) (list []retention.Node) {
 	d.t.Helper()
 	seen := map[core.CheckpointID]bool{}
-	for walk := (controller.SubtreeWalk{ID: id}); !walk.Done(); {
+	for walk := (retention.Walk{ID: id}); !walk.Done(); {
 		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			nodes, next, err := tx.Subtree(ctx, walk, "score")
 			if len(nodes) > 10_000 {

@@ -26,6 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/postgres/flowrows"
 	"github.com/coppice-dev/coppice/controller/postgres/grantrows"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
+	"github.com/coppice-dev/coppice/controller/postgres/preparerows"
 	"github.com/coppice-dev/coppice/controller/postgres/steprows"
 	"github.com/coppice-dev/coppice/controller/postgres/tenantrows"
 	"github.com/coppice-dev/coppice/controller/postgres/uploadrows"
@@ -167,6 +168,7 @@ type tx struct {
 	fleetTx
 	flowTx
 	grantTx
+	prepareTx
 	stepTx
 	tenantTx
 	uploadTx
@@ -174,19 +176,20 @@ type tx struct {
 
 // Each package has a type Tx of its own.
 type (
-	buildTx  = buildrows.Tx
-	eventTx  = eventrows.Tx
-	fleetTx  = fleetrows.Tx
-	flowTx   = flowrows.Tx
-	grantTx  = grantrows.Tx
-	stepTx   = steprows.Tx
-	tenantTx = tenantrows.Tx
-	uploadTx = uploadrows.Tx
+	buildTx   = buildrows.Tx
+	eventTx   = eventrows.Tx
+	fleetTx   = fleetrows.Tx
+	flowTx    = flowrows.Tx
+	grantTx   = grantrows.Tx
+	stepTx    = steprows.Tx
+	tenantTx  = tenantrows.Tx
+	uploadTx  = uploadrows.Tx
+	prepareTx = preparerows.Tx
 )
 
 var _ controller.AllTx = (*tx)(nil)
 
 // newTx names no field of tx, so that none is forgotten.
 func newTx(t *pgtx.Tx) *tx {
-	return &tx{t, buildTx{Tx: t}, eventTx{Tx: t}, fleetTx{Tx: t}, flowTx{Tx: t}, grantTx{Tx: t}, stepTx{Tx: t}, tenantTx{Tx: t}, uploadTx{Tx: t}}
+	return &tx{t, buildTx{Tx: t}, eventTx{Tx: t}, fleetTx{Tx: t}, flowTx{Tx: t}, grantTx{Tx: t}, prepareTx{Tx: t}, stepTx{Tx: t}, tenantTx{Tx: t}, uploadTx{Tx: t}}
 }

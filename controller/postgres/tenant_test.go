@@ -67,6 +67,7 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 	d.exec(`INSERT INTO flow_rows (project_id, workspace_id, month, rows) VALUES ($1, $2, '2026-11-01', 1)`, project, w.ID)
 	d.exec(`INSERT INTO flow_counts (project_id, workspace_id, sandbox_id, epoch, kind, daily, from_at, spoken, opaque, host, port, grant_id, rule, count, sent_bytes, received_bytes, first_at, last_at)
 		VALUES ($1, $2, $3, 1, 'effect', false, now(), 'http', false, 'h', 80, '', 'h', 1, 1, 1, now(), now())`, project, w.ID, w.Sandbox.ID)
+	d.exec(`INSERT INTO prepared_checkpoints (checkpoint_id, project_id, count, expires_at) VALUES ($1, $2, 1, now())`, cp.ID, project)
 	d.exec(`INSERT INTO step_actions (operation_id, project_id, index, request) VALUES ($1, $2, 0, '{}')`, op.ID, project)
 	d.exec(`INSERT INTO session_counts (project_id, rows) VALUES ($1, 1)`, project)
 	d.exec(`INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope)

@@ -308,6 +308,12 @@ func (c *Client) SetEgress(ctx context.Context, endpoint string, sandbox core.Sa
 	return c.call(ctx, c.timeouts.Call, endpoint, http.MethodPut, with(runnerapi.PathSandboxEgress, sandbox, ""), rules, nil)
 }
 
+// Prepare tells a runner for which checkpoints it is to prepare machines.
+func (c *Client) Prepare(ctx context.Context, endpoint string, in runnerapi.Prepare) (out runnerapi.Prepared, err error) {
+	err = c.call(ctx, c.timeouts.Call, endpoint, http.MethodPut, runnerapi.PathPrepared, in, &out)
+	return out, err
+}
+
 // Console returns the tail of a console.
 func (c *Client) Console(ctx context.Context, endpoint string, sandbox core.SandboxID) (io.ReadCloser, error) {
 	res, err := c.do(ctx, endpoint, http.MethodGet, with(runnerapi.PathSandboxConsole, sandbox, ""), nil)

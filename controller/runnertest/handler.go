@@ -64,6 +64,10 @@ func (r *Runner) Handler() http.Handler {
 		}
 		reply(w, nil, nil)
 	})
+	mux.HandleFunc("PUT "+runnerapi.PathPrepared, call(func(_ context.Context, _ *http.Request, in runnerapi.Prepare) (any, error) {
+		out, err := r.prepare(in)
+		return out, err
+	}))
 	mux.HandleFunc("GET "+runnerapi.PathSandboxConnect, r.connect)
 	mux.HandleFunc("PUT "+runnerapi.PathSandboxEgress, call(func(ctx context.Context, q *http.Request, in runnerapi.EgressRules) (any, error) {
 		return nil, r.setRules(ctx, sandboxID(q), in)

@@ -36,6 +36,7 @@ type Config struct {
 	Fork     time.Duration // latency of each child; children of a fork start together
 	Capture  time.Duration
 	Template time.Duration
+	Prepare  int // machines that are prepared at the same time; 0: none
 	// Output is how many bytes of each output of a program its guests keep. 0: as many as a real one. Its programs do not wait for their
 	// readers, as those of a real one do: a reader of more than that loses the beginning.
 	Output int
@@ -93,6 +94,8 @@ type Runner struct {
 	interims    int
 	diskFreeMB  int64
 	old         bool              // see SetOld
+	preparing   *preparing        // nil: nobody has asked for machines
+	claims      []int64           // prepared machines that children took
 	ended       []runnerapi.Usage // of sandboxes that were removed, until a heartbeat by differences has reported it
 }
 
@@ -211,6 +214,7 @@ func (r *Runner) Stop() {
 		server.CloseClientConnections()
 		server.Close()
 	}
+	r.endPreparing()
 }
 
 // ID returns the fake's id, and Endpoint where it listens.
@@ -454,6 +458,7 @@ func (r *Runner) grow(ctx context.Context, from core.CheckpointID, child runnera
 			Identity: child.Identity, Resources: res, StartedAt: time.Now().UTC(),
 		}}
 		r.sandboxes[child.SandboxID] = s
+		r.claim(from, child)
 	}
 	held := s.Sandbox
 	out.Sandbox, out.Reseal = &held, reseal(child.Identity)

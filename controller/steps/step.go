@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/operations"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -70,6 +71,7 @@ type Node struct {
 	Labels      map[string]string          `json:"labels,omitempty"`
 	Annotations map[string]json.RawMessage `json:"annotations,omitempty"`
 	Pinned      bool                       `json:"pinned,omitempty"`
+	Prepare     prepare.Wanted             `json:"prepare,omitzero"`
 }
 
 // Condition says when an action leaves something behind. All that is set must hold.

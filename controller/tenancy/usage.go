@@ -21,7 +21,10 @@ type Usage struct {
 	StoredBytes   int64   // of checkpoints, each counted in full
 	SentBytes     int64   // by the guests
 	ReceivedBytes int64
-	SampledAt     time.Time // when CPU and network were last reported; zero: never
+	// PreparedCPUSeconds are of machines that were prepared because they were asked for, and that no fork took; PreparedMemoryBytes of those that wait.
+	PreparedCPUSeconds  float64
+	PreparedMemoryBytes int64
+	SampledAt           time.Time // when CPU and network were last reported; zero: never
 }
 
 // UsageTx adds up what runners have reported.

@@ -125,6 +125,9 @@ func (s *server) handler(authorize func(q *http.Request, route string) error) ht
 	handle("DELETE", runnerapi.PathCheckpoint, func(w http.ResponseWriter, q *http.Request) {
 		s.reply(w, nil, r.DeleteCheckpoint(core.CheckpointID(q.PathValue("id"))))
 	})
+	handle("PUT", runnerapi.PathPrepared, call(s, func(_ context.Context, _ *http.Request, in runnerapi.Prepare) (runnerapi.Prepared, error) {
+		return r.Prepare(in)
+	}))
 	mux.HandleFunc(routeObject, s.object)
 	return http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
 		_, route := mux.Handler(q)

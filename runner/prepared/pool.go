@@ -58,6 +58,7 @@ type Pool[Machine any] struct {
 	ending   int              // machines that are being taken down
 	ended    chan struct{}    // closed, and replaced, when one of them is gone
 	refused  map[kind]bool    // the host had too little for them in this round
+	asks     map[core.CheckpointID]*ask
 
 	patience time.Duration // of MakeRoom
 }
@@ -66,6 +67,7 @@ type entry[Machine any] struct {
 	kind    kind
 	machine Machine
 	made    time.Time
+	asked   bool // it was made because it was asked for: the forecast is not told what became of it
 }
 
 // kind says which machines can take each other's place: those of one checkpoint that were made with the same authority.
@@ -84,7 +86,8 @@ type making struct {
 // New returns a pool without machines.
 func New[Machine any](cfg Config[Machine]) *Pool[Machine] {
 	return &Pool[Machine]{
-		cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics(), ended: make(chan struct{}), refused: map[kind]bool{}, patience: giveWayIn,
+		cfg: cfg, refresh: make(chan struct{}, 1), forecast: forecast.New(), metrics: newMetrics(), ended: make(chan struct{}), refused: map[kind]bool{},
+		asks: map[core.CheckpointID]*ask{}, patience: giveWayIn,
 	}
 }
 
@@ -108,28 +111,42 @@ func (p *Pool[Machine]) Take(id core.CheckpointID, authority string, current fun
 		p.ready = slices.Delete(p.ready, i, i+1)
 		if usable {
 			used := p.cfg.Used(e.machine)
-			return e.machine, func(claimed bool) { p.served(e.kind, used, claimed) }, true
+			return e.machine, func(claimed bool) { p.served(e, used, claimed) }, true
 		}
 		p.useless = append(p.useless, e)
-		p.forecast.Lost(id, e.kind.authority, 1, p.cfg.Now())
+		if !e.asked {
+			p.forecast.Lost(id, e.kind.authority, 1, p.cfg.Now())
+		}
 		p.look()
 	}
 	p.metrics.misses.Inc()
+	if a := p.asks[id]; a != nil && a.Authority == authority {
+		a.counts.Misses++
+	}
 	return m, nil, false
 }
 
 // served notes whether a machine that was taken has served the fork. One that has not is lost: if it always happens, machines are no longer made.
-func (p *Pool[Machine]) served(k kind, used float64, claimed bool) {
+func (p *Pool[Machine]) served(e entry[Machine], used float64, claimed bool) {
 	p.note(func(f *forecast.Forecast) {
+		now := p.cfg.Now()
+		if a := p.askFor(e.kind); a != nil {
+			a.served(used, claimed, now)
+		}
 		if claimed {
-			f.Taken(k.checkpoint, k.authority)
 			p.metrics.hits.Inc()
 			p.metrics.cpu.WithLabelValues("taken").Add(used)
-			return
+		} else {
+			p.metrics.failed.Inc()
+			p.metrics.cpu.WithLabelValues("wasted").Add(used)
 		}
-		f.Lost(k.checkpoint, k.authority, 1, p.cfg.Now())
-		p.metrics.failed.Inc()
-		p.metrics.cpu.WithLabelValues("wasted").Add(used)
+		switch {
+		case e.asked:
+		case claimed:
+			f.Taken(e.kind.checkpoint, e.kind.authority)
+		default:
+			f.Lost(e.kind.checkpoint, e.kind.authority, 1, now)
+		}
 	})
 }
 
@@ -147,6 +164,7 @@ func (p *Pool[Machine]) Forked(id core.CheckpointID, children int, authority str
 func (p *Pool[Machine]) Removed(id core.CheckpointID) {
 	p.note(func(f *forecast.Forecast) {
 		f.Removed(id)
+		delete(p.asks, id)
 		p.giveUp(func(e entry[Machine]) bool { return e.kind.checkpoint == id })
 		if p.making != nil && p.making.kind.checkpoint == id {
 			p.making.cancel()
@@ -211,6 +229,7 @@ func (p *Pool[Machine]) Run(ctx context.Context) {
 		case <-tick.C:
 		case <-p.refresh:
 		}
+		p.endAsks()
 		p.retire()
 		p.clear(ctx)
 		p.shrink(ctx)
@@ -228,8 +247,14 @@ func (p *Pool[Machine]) retire() {
 	defer p.mu.Unlock()
 	now := p.cfg.Now()
 	old := map[kind]int{}
-	for _, e := range p.giveUp(func(e entry[Machine]) bool { return p.cfg.Dead(e.machine) || now.Sub(e.made) > maxAge }) {
-		old[e.kind]++
+	for _, e := range p.giveUp(func(e entry[Machine]) bool { return p.cfg.Dead(e.machine) || now.Sub(e.made) > e.maxAge() }) {
+		if !e.asked {
+			old[e.kind]++
+			continue
+		}
+		if a := p.askFor(e.kind); a != nil {
+			a.lost(now, e.made)
+		}
 	}
 	for k, n := range old {
 		p.forecast.Lost(k.checkpoint, k.authority, n, now)
@@ -251,7 +276,7 @@ func (p *Pool[Machine]) clear(ctx context.Context) {
 
 // shrink takes machines down while the host has too little left, the oldest first. They are not lost: nobody had the time to take them.
 func (p *Pool[Machine]) shrink(ctx context.Context) {
-	for ctx.Err() == nil {
+	for ctx.Err() == nil && p.any() {
 		room, err := p.cfg.Room()
 		if err != nil || !room.short() {
 			return // what is left is not known: no machine is made either
@@ -279,13 +304,18 @@ func (p *Pool[Machine]) pop(list *[]entry[Machine]) (e entry[Machine], ok bool) 
 
 // takeDown takes down a machine that counts as ending.
 func (p *Pool[Machine]) takeDown(ctx context.Context, e entry[Machine]) {
+	used := p.cfg.Used(e.machine)
 	p.metrics.wasted.Inc()
-	p.metrics.cpu.WithLabelValues("wasted").Add(p.cfg.Used(e.machine))
+	p.metrics.cpu.WithLabelValues("wasted").Add(used)
 	err := p.cfg.TakeDown(context.WithoutCancel(ctx), e.machine)
 	if err != nil {
 		p.cfg.Log.ErrorContext(ctx, "prepared machine was not taken down", "checkpoint_id", e.kind.checkpoint, "err", err)
 	}
 	p.mu.Lock()
+	if a := p.askFor(e.kind); a != nil {
+		a.counts.Wasted++
+		a.counts.WastedCPUSeconds += used
+	}
 	p.ending--
 	close(p.ended)
 	p.ended = make(chan struct{})
@@ -294,10 +324,10 @@ func (p *Pool[Machine]) takeDown(ctx context.Context, e entry[Machine]) {
 
 // fill prepares the machine that is missing most, and reports whether there may be more to do. Machines that are wanted less give way to it.
 func (p *Pool[Machine]) fill(ctx context.Context) bool {
-	if ctx.Err() != nil || p.cfg.Busy() {
+	if ctx.Err() != nil || p.cfg.Busy() || !p.lacks() {
 		return false
 	}
-	room, err := p.cfg.Room()
+	room, err := p.cfg.Room() // it reads files, so only when it decides something
 	if err != nil {
 		return false
 	}
@@ -336,13 +366,31 @@ func (p *Pool[Machine]) fill(ctx context.Context) bool {
 
 func kindOf(w forecast.Want) kind { return kind{w.Checkpoint, w.Authority} }
 
+// any reports whether a machine waits.
+func (p *Pool[Machine]) any() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.ready) > 0
+}
+
+// lacks reports whether a machine is missing.
+func (p *Pool[Machine]) lacks() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || p.paused {
+		return false
+	}
+	next, _ := p.missing()
+	return next != nil
+}
+
 // missing says for what a machine should be prepared, and a kind of which there are more than are wanted. The caller holds mu.
 func (p *Pool[Machine]) missing() (next *forecast.Want, surplus *kind) {
 	have := map[kind]int{}
 	for _, e := range p.ready {
 		have[e.kind]++
 	}
-	for _, w := range p.forecast.Wants(p.cfg.Max, p.cfg.Now()) {
+	for _, w := range p.wants(p.cfg.Now()) {
 		if have[kindOf(w)] -= w.Count; have[kindOf(w)] < 0 && next == nil && !p.refused[kindOf(w)] {
 			next = &w
 		}
@@ -359,7 +407,8 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 	machine, err := p.cfg.Make(ctx, want)
 	p.mu.Lock()
 	p.making = nil
-	e := entry[Machine]{kind: m.kind, machine: machine, made: p.cfg.Now()}
+	asked := p.askFor(m.kind)
+	e := entry[Machine]{kind: m.kind, machine: machine, made: p.cfg.Now(), asked: asked != nil}
 	unwanted := err != nil || p.closed || ctx.Err() != nil
 	refused := err != nil && ctx.Err() == nil && core.CategoryOf(err) == core.Exhausted
 	switch {
@@ -368,6 +417,9 @@ func (p *Pool[Machine]) add(ctx context.Context, m *making, want forecast.Want) 
 	case refused: // the host may have more left in the next round
 		p.refused[m.kind] = true
 	case err != nil:
+		if asked != nil {
+			asked.failed(p.cfg.Now())
+		}
 		p.forecast.Failed(want.Checkpoint, want.Authority)
 		p.metrics.failed.Inc()
 	case unwanted:

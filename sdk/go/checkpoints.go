@@ -128,6 +128,20 @@ func (c *Client) PruneCheckpoints(ctx context.Context, id CheckpointID, req Prun
 	return out, err
 }
 
+// Prepared returns how many machines are prepared for forks of a checkpoint.
+func (c *Client) Prepared(ctx context.Context, id CheckpointID) (Prepared, error) {
+	var out Prepared
+	err := c.call(ctx, get("v1", "checkpoints", id, "prepared"), &out)
+	return out, err
+}
+
+// Prepare asks for machines that are prepared for forks of a checkpoint. It replaces what was asked for before; a count of 0 ends it.
+func (c *Client) Prepare(ctx context.Context, id CheckpointID, req PrepareRequest) (Prepared, error) {
+	var out Prepared
+	err := c.call(ctx, request{method: http.MethodPut, path: []string{"v1", "checkpoints", id, "prepared"}, body: req}, &out)
+	return out, err
+}
+
 // Retention returns the stored policy of a checkpoint and its descendants.
 func (c *Client) Retention(ctx context.Context, id CheckpointID) (Retention, error) {
 	var out Retention

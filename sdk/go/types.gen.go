@@ -1326,6 +1326,9 @@ type CreateCheckpointRequest struct {
 
 	// Pinned See `Checkpoint`.
 	Pinned bool `json:"pinned,omitempty,omitzero"`
+
+	// Prepare As many machines are prepared for forks of the checkpoint, for 2 minutes; see `PUT /v1/checkpoints/{checkpoint_id}/prepared`.
+	Prepare int `json:"prepare,omitempty,omitzero"`
 }
 
 // CreateKeyRequest defines model for CreateKeyRequest.
@@ -2360,6 +2363,57 @@ type PortList struct {
 	Items []Port `json:"items"`
 }
 
+// PrepareRequest defines model for PrepareRequest.
+type PrepareRequest struct {
+	// Count Machines that wait at the same time. 0 ends what was asked for.
+	Count int `json:"count"`
+
+	// TTLSeconds How long machines are kept ready.
+	TTLSeconds *int `json:"ttl_seconds,omitempty"`
+}
+
+// Prepared defines model for Prepared.
+type Prepared struct {
+	// Asked Machines that should wait. 0 when the time is up.
+	Asked int `json:"asked"`
+
+	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+
+	// ExpiresAt When the time is up; absent if no machine was ever asked for.
+	ExpiresAt time.Time `json:"expires_at,omitempty,omitzero"`
+
+	// GivenUp No machine was taken for ten minutes, so the runner prepares no others.
+	GivenUp bool `json:"given_up"`
+
+	// Hits Children of forks that took a machine.
+	Hits int64 `json:"hits"`
+
+	// Max Machines that the runner keeps for all checkpoints. 0: it prepares none, or has not answered yet.
+	Max int `json:"max"`
+
+	// MemoryBytes Memory of the waiting machines that they do not share with others.
+	MemoryBytes int64 `json:"memory_bytes"`
+
+	// Misses Children for which no machine was ready.
+	Misses int64 `json:"misses"`
+
+	// Ready Machines that wait.
+	Ready int `json:"ready"`
+
+	// RunnerID The runner that was asked last.
+	RunnerID RunnerID `json:"runner_id,omitempty,omitzero"`
+
+	// TakenCPUSeconds CPU time of machines until they were taken. It counts for the workspaces as well.
+	TakenCPUSeconds float64 `json:"taken_cpu_seconds"`
+
+	// Wasted Machines that nobody took.
+	Wasted int64 `json:"wasted"`
+
+	// WastedCPUSeconds CPU time of machines that nobody took.
+	WastedCPUSeconds float64 `json:"wasted_cpu_seconds"`
+}
+
 // Problem RFC 9457 with a stable code.
 type Problem struct {
 	// Code Stable; programs branch on it.
@@ -3300,6 +3354,12 @@ type Usage struct {
 
 	// GibSeconds Memory times the time for which it was allocated.
 	GibSeconds float64 `json:"gib_seconds"`
+
+	// PreparedCPUSeconds CPU time of machines that were prepared because they were asked for and that no fork took. It is not in `cpu_seconds`.
+	PreparedCPUSeconds float64 `json:"prepared_cpu_seconds,omitempty,omitzero"`
+
+	// PreparedMemoryBytes Memory of prepared machines that wait now and were asked for.
+	PreparedMemoryBytes int64 `json:"prepared_memory_bytes,omitempty,omitzero"`
 
 	// ReceivedBytes Bytes of the guests, as of `sampled_at`.
 	ReceivedBytes int64 `json:"received_bytes"`

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/events"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -35,7 +36,7 @@ func (r eventRow) event() controller.Event {
 }
 
 // Events reads by id.
-func (t *Tx) Events(ctx context.Context, f controller.EventFilter, after, until int64, limit int) ([]controller.Event, error) {
+func (t *Tx) Events(ctx context.Context, f events.Filter, after, until int64, limit int) ([]controller.Event, error) {
 	where := pgtx.NewFilter("e", controller.Page{Limit: limit}, true)
 	where.Add("e.id > @after_id", "after_id", after)
 	where.Add("e.id <= @until_id", "until_id", until)
@@ -61,7 +62,7 @@ const newestEvent = ` CASE WHEN i.is_called THEN i.last_value ELSE 0 END + coppi
 
 // TailEvents reads the newest events of all projects and, by the same snapshot, below which transaction everything has ended. The
 // sequence is read with it: it is never behind a visible event.
-func (t *Tx) TailEvents(ctx context.Context, after int64, limit int) (controller.EventTail, error) {
+func (t *Tx) TailEvents(ctx context.Context, after int64, limit int) (events.Tail, error) {
 	rows, err := pgtx.Many[tailRow](ctx, t, `
 		WITH tail AS (SELECT * FROM events WHERE id > @after ORDER BY id LIMIT @limit)
 		SELECT coalesce(e.id, 0) AS id, coalesce(e.project_id, '') AS project_id, coalesce(e.type, '') AS type, coalesce(e.workspace_id, '') AS workspace_id,
@@ -71,11 +72,11 @@ func (t *Tx) TailEvents(ctx context.Context, after int64, limit int) (controller
 			FROM events_id_seq i) AS s LEFT JOIN tail e ON true ORDER BY e.id`,
 		pgtx.Args{"after": after, "limit": limit})
 	if err != nil {
-		return controller.EventTail{}, err
+		return events.Tail{}, err
 	}
-	out := controller.EventTail{Newest: rows[0].Newest, History: rows[0].History}
+	out := events.Tail{Newest: rows[0].Newest, History: rows[0].History}
 	if out.Settled, err = strconv.ParseUint(rows[0].Settled, 10, 64); err != nil {
-		return controller.EventTail{}, fmt.Errorf("read a snapshot: %w", err)
+		return events.Tail{}, fmt.Errorf("read a snapshot: %w", err)
 	}
 	for _, r := range rows {
 		if r.ID != 0 { // the row that says that there is none
@@ -86,8 +87,8 @@ func (t *Tx) TailEvents(ctx context.Context, after int64, limit int) (controller
 }
 
 // EventMarks reads the sequences, which no snapshot holds back.
-func (t *Tx) EventMarks(ctx context.Context) (controller.EventMarks, error) {
-	return pgtx.One[controller.EventMarks](ctx, t, nil, `
+func (t *Tx) EventMarks(ctx context.Context) (events.Marks, error) {
+	return pgtx.One[events.Marks](ctx, t, nil, `
 		SELECT f.last_value AS floor,`+newestEvent+` AS newest FROM events_floor f, events_id_seq i`, pgtx.Args{})
 }
 

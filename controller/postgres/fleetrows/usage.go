@@ -61,14 +61,16 @@ func (t *Tx) RollUsage(ctx context.Context, limit int) (int, error) {
 }
 
 type sumRow struct {
-	Workspaces    int        `db:"workspaces"`
-	Checkpoints   int        `db:"checkpoints"`
-	CPUSeconds    float64    `db:"cpu_seconds"`
-	GiBSeconds    float64    `db:"gib_seconds"`
-	StoredBytes   int64      `db:"stored_bytes"`
-	SentBytes     int64      `db:"sent_bytes"`
-	ReceivedBytes int64      `db:"received_bytes"`
-	SampledAt     *time.Time `db:"sampled_at"`
+	Workspaces     int        `db:"workspaces"`
+	Checkpoints    int        `db:"checkpoints"`
+	CPUSeconds     float64    `db:"cpu_seconds"`
+	GiBSeconds     float64    `db:"gib_seconds"`
+	StoredBytes    int64      `db:"stored_bytes"`
+	SentBytes      int64      `db:"sent_bytes"`
+	ReceivedBytes  int64      `db:"received_bytes"`
+	PreparedCPU    float64    `db:"prepared_cpu"`
+	PreparedMemory int64      `db:"prepared_memory"`
+	SampledAt      *time.Time `db:"sampled_at"`
 }
 
 // living are the states of checkpoints that count.
@@ -83,16 +85,18 @@ func (t *Tx) usageOf(ctx context.Context, with string, a pgtx.Args) (controller.
 				UNION ALL SELECT sandbox_id, cpu_seconds, sent_bytes, received_bytes, created_at FROM usage_samples WHERE workspace_id IN (SELECT id FROM ws)
 			) u GROUP BY u.sandbox_id
 		)
-		SELECT (SELECT count(*) FROM ws) AS workspaces, u.*, m.*, c.*
+		SELECT (SELECT count(*) FROM ws) AS workspaces, u.*, m.*, c.*, p.*
 		FROM (SELECT coalesce(sum(cpu), 0)::float8 AS cpu_seconds, coalesce(sum(sent), 0)::bigint AS sent_bytes,
 				coalesce(sum(received), 0)::bigint AS received_bytes, max(at) AS sampled_at FROM used) AS u,
 			(SELECT coalesce(sum(extract(epoch FROM coalesce(s.ended_at, now()) - s.created_at) * s.memory_mib / 1024), 0)::float8 AS gib_seconds
 				FROM sandboxes s WHERE s.workspace_id IN (SELECT id FROM ws)) AS m,
 			(SELECT count(*) AS checkpoints, coalesce(sum(c.delta_bytes + c.device_state_bytes + c.disk_bytes), 0)::bigint AS stored_bytes
-				FROM checkpoints c WHERE c.id IN (SELECT id FROM cps) AND c.state IN (`+living+`)) AS c`, a)
+				FROM checkpoints c WHERE c.id IN (SELECT id FROM cps) AND c.state IN (`+living+`)) AS c,
+			(SELECT coalesce(sum(p.wasted_cpu_seconds), 0)::float8 AS prepared_cpu, coalesce(sum(p.memory_bytes), 0)::bigint AS prepared_memory
+				FROM prepared_checkpoints p WHERE p.checkpoint_id IN (SELECT id FROM cps)) AS p`, a)
 	return controller.Usage{
 		Workspaces: row.Workspaces, Checkpoints: row.Checkpoints, CPUSeconds: row.CPUSeconds, GiBSeconds: row.GiBSeconds, StoredBytes: row.StoredBytes,
-		SentBytes: row.SentBytes, ReceivedBytes: row.ReceivedBytes, SampledAt: pgtx.TimeOf(row.SampledAt),
+		SentBytes: row.SentBytes, ReceivedBytes: row.ReceivedBytes, SampledAt: pgtx.TimeOf(row.SampledAt), PreparedCPUSeconds: row.PreparedCPU, PreparedMemoryBytes: row.PreparedMemory,
 	}, err
 }
 

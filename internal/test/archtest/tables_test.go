@@ -174,6 +174,7 @@ var unlisted = map[string]string{
 	"guestagent.maxQuiesce":                     "a time",
 	"guestagent/sessions.maxWait":               "a time",
 	"guestagent/sessions.maxDeadline":           "a time",
+	"runner/prepared.maxFor":                    "a time",
 	"runner/cgroup.maxWeight":                   "a format: the largest weight that the kernel takes",
 	"runner/diffhelper.maxSize":                 "a format: the largest file that an answer may name",
 	"runner/ext4.maxTarget":                     "a format: the kernel's bound of a symlink",

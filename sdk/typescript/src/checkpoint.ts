@@ -124,6 +124,16 @@ export class Checkpoint {
     return this.#context.transport.call("getRetention", { path: this.#path(), signal: options.signal });
   }
 
+  /** prepared says how many machines are prepared for forks of the checkpoint. */
+  prepared(options: CallOptions = {}): Promise<models.Prepared> {
+    return this.#context.transport.call("getPrepared", { path: this.#path(), signal: options.signal });
+  }
+
+  /** prepare asks for machines that are prepared for forks of the checkpoint. It replaces what was asked for before; a count of 0 ends it. */
+  prepare(request: models.PrepareRequest, options: CallOptions = {}): Promise<models.Prepared> {
+    return this.#context.transport.call("putPrepared", { path: this.#path(), body: request, signal: options.signal });
+  }
+
   /** setRetention stores a policy, which the server applies about once a minute. */
   setRetention(policy: models.RetentionPolicy, options: CallOptions = {}): Promise<models.Retention> {
     return this.#context.transport.call("putRetention", { path: this.#path(), body: policy, signal: options.signal });

@@ -34,7 +34,7 @@ CHECKPOINT is a name, an id, or the end of an id.`,
 		newCreateCommand(a), newListCommand(a), newShowCommand(a), newTreeCommand(a), newCatCommand(a),
 		newDiffCommand(a), newAnnotateCommand(a), newRenameCommand(a), newLabelCommand(a), newRemoveCommand(a),
 		newPinCommand(a, true), newPinCommand(a, false), newPruneCommand(a), newRetainCommand(a),
-		newExportCommand(a), newImportCommand(a),
+		newExportCommand(a), newImportCommand(a), newPrepareCommand(a),
 	)
 	return c
 }
@@ -43,13 +43,14 @@ func newCreateCommand(a *cli.App) *cobra.Command {
 	var name string
 	var labels, annotations []string
 	var quiet, pinned, sealed bool
+	var prepare int
 	c := &cobra.Command{
 		Use:     "create WORKSPACE",
 		Short:   "Capture a running workspace; the workspace goes on",
 		Example: "  coppice ckpt create demo --name before-upgrade",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			req := coppice.CreateCheckpointRequest{Name: name, Pinned: pinned}
+			req := coppice.CreateCheckpointRequest{Name: name, Pinned: pinned, Prepare: prepare}
 			var err error
 			if req.Labels, err = argument.KeyValues("--label", labels); err != nil {
 				return err
@@ -87,6 +88,7 @@ func newCreateCommand(a *cli.App) *cobra.Command {
 	f.StringArrayVarP(&labels, "label", "l", nil, "label, `KEY=VALUE`; may be repeated")
 	f.StringArrayVar(&annotations, "annotation", nil, "annotation, `KEY=VALUE`; a VALUE that is not JSON is a string; may be repeated")
 	f.BoolVar(&pinned, "pin", false, "protect it from deletion")
+	f.IntVar(&prepare, "prepare", 0, "prepare as many `machines` for its forks, for 2 minutes")
 	f.BoolVar(&sealed, "sealed", false, "also wait until it is in the store")
 	f.BoolVarP(&quiet, "quiet", "q", false, "print the id only")
 	return c

@@ -64,6 +64,6 @@ func printUsage(w io.Writer, u coppice.Usage) error {
 	return render.Facts(w,
 		"workspaces", fmt.Sprint(u.Workspaces), "checkpoints", fmt.Sprint(u.Checkpoints),
 		"CPU", fmt.Sprintf("%.1f s", u.CPUSeconds), "memory", fmt.Sprintf("%.1f GiB s", u.GibSeconds), "stored", render.Size(u.StoredBytes),
-		"sent", render.Size(u.SentBytes), "received", render.Size(u.ReceivedBytes), "sampled", render.Moment(u.SampledAt),
+		"prepared", fmt.Sprintf("%.1f s CPU in vain", u.PreparedCPUSeconds), "sent", render.Size(u.SentBytes), "received", render.Size(u.ReceivedBytes), "sampled", render.Moment(u.SampledAt),
 	)
 }

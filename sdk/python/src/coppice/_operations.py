@@ -73,6 +73,8 @@ forkCheckpoint = Operation('forkCheckpoint', 'POST', '/v1/checkpoints/{checkpoin
 restoreCheckpoint = Operation('restoreCheckpoint', 'POST', '/v1/checkpoints/{checkpoint_id}/restore', keyed=True, waits=True)
 stepCheckpoint = Operation('stepCheckpoint', 'POST', '/v1/checkpoints/{checkpoint_id}/step', keyed=True, waits=True)
 pruneCheckpoints = Operation('pruneCheckpoints', 'POST', '/v1/checkpoints/{checkpoint_id}/prune', keyed=False, waits=True)
+getPrepared = Operation('getPrepared', 'GET', '/v1/checkpoints/{checkpoint_id}/prepared', keyed=False, waits=False)
+putPrepared = Operation('putPrepared', 'PUT', '/v1/checkpoints/{checkpoint_id}/prepared', keyed=False, waits=False)
 getRetention = Operation('getRetention', 'GET', '/v1/checkpoints/{checkpoint_id}/retention', keyed=False, waits=False)
 putRetention = Operation('putRetention', 'PUT', '/v1/checkpoints/{checkpoint_id}/retention', keyed=False, waits=False)
 deleteRetention = Operation('deleteRetention', 'DELETE', '/v1/checkpoints/{checkpoint_id}/retention', keyed=False, waits=False)

@@ -119,6 +119,8 @@ __all__ = [
     "Port",
     "PortID",
     "PortList",
+    "PrepareRequest",
+    "Prepared",
     "Problem",
     "Process",
     "ProcessChanges",
@@ -564,6 +566,12 @@ class Usage(Model):
     """Bytes of the guests, as of `sampled_at`."""
     sampled_at: datetime | None = None
     """Time of the last CPU and network sample; absent if there was none."""
+    prepared_cpu_seconds: float | None = None
+    """CPU time of machines that were prepared because they were asked for and that no fork took. It is not in
+    `cpu_seconds`.
+    """
+    prepared_memory_bytes: int | None = None
+    """Memory of prepared machines that wait now and were asked for."""
 
 
 class WorkspaceList(Model):
@@ -1268,6 +1276,47 @@ class CreateCheckpointRequest(Model):
     """See `Checkpoint`."""
     labels: Labels | None = None
     annotations: Annotations | None = None
+    prepare: int | None = None
+    """As many machines are prepared for forks of the checkpoint, for 2 minutes; see `PUT
+    /v1/checkpoints/{checkpoint_id}/prepared`.
+    """
+
+
+class PrepareRequest(Model):
+    """PrepareRequest of the API."""
+    count: int
+    """Machines that wait at the same time. 0 ends what was asked for."""
+    ttl_seconds: int | None = None
+    """How long machines are kept ready."""
+
+
+class Prepared(Model):
+    """Prepared of the API."""
+    checkpoint_id: CheckpointID
+    asked: int
+    """Machines that should wait. 0 when the time is up."""
+    ready: int
+    """Machines that wait."""
+    max: int
+    """Machines that the runner keeps for all checkpoints. 0: it prepares none, or has not answered yet."""
+    given_up: bool
+    """No machine was taken for ten minutes, so the runner prepares no others."""
+    hits: int
+    """Children of forks that took a machine."""
+    misses: int
+    """Children for which no machine was ready."""
+    wasted: int
+    """Machines that nobody took."""
+    taken_cpu_seconds: float
+    """CPU time of machines until they were taken. It counts for the workspaces as well."""
+    wasted_cpu_seconds: float
+    """CPU time of machines that nobody took."""
+    memory_bytes: int
+    """Memory of the waiting machines that they do not share with others."""
+    expires_at: datetime | None = None
+    """When the time is up; absent if no machine was ever asked for."""
+    runner_id: RunnerID | None = None
+    """The runner that was asked last."""
 
 
 class PatchCheckpointRequest(Model):

@@ -451,6 +451,10 @@ export interface Usage {
   received_bytes: number;
   /** Time of the last CPU and network sample; absent if there was none. */
   sampled_at?: string;
+  /** CPU time of machines that were prepared because they were asked for and that no fork took. It is not in `cpu_seconds`. */
+  prepared_cpu_seconds?: number;
+  /** Memory of prepared machines that wait now and were asked for. */
+  prepared_memory_bytes?: number;
 }
 
 export interface WorkspaceList {
@@ -1143,6 +1147,43 @@ export interface CreateCheckpointRequest {
   pinned?: boolean;
   labels?: Labels;
   annotations?: Annotations;
+  /** As many machines are prepared for forks of the checkpoint, for 2 minutes; see `PUT /v1/checkpoints/{checkpoint_id}/prepared`. */
+  prepare?: number;
+}
+
+export interface PrepareRequest {
+  /** Machines that wait at the same time. 0 ends what was asked for. */
+  count: number;
+  /** How long machines are kept ready. */
+  ttl_seconds?: number;
+}
+
+export interface Prepared {
+  checkpoint_id: CheckpointID;
+  /** Machines that should wait. 0 when the time is up. */
+  asked: number;
+  /** When the time is up; absent if no machine was ever asked for. */
+  expires_at?: string;
+  /** The runner that was asked last. */
+  runner_id?: RunnerID;
+  /** Machines that wait. */
+  ready: number;
+  /** Machines that the runner keeps for all checkpoints. 0: it prepares none, or has not answered yet. */
+  max: number;
+  /** No machine was taken for ten minutes, so the runner prepares no others. */
+  given_up: boolean;
+  /** Children of forks that took a machine. */
+  hits: number;
+  /** Children for which no machine was ready. */
+  misses: number;
+  /** Machines that nobody took. */
+  wasted: number;
+  /** CPU time of machines until they were taken. It counts for the workspaces as well. */
+  taken_cpu_seconds: number;
+  /** CPU time of machines that nobody took. */
+  wasted_cpu_seconds: number;
+  /** Memory of the waiting machines that they do not share with others. */
+  memory_bytes: number;
 }
 
 export interface PatchCheckpointRequest {

@@ -73,6 +73,8 @@ export const routes = {
   restoreCheckpoint: { method: "POST", path: "/v1/checkpoints/{checkpoint_id}/restore", keyed: true, starts: true },
   stepCheckpoint: { method: "POST", path: "/v1/checkpoints/{checkpoint_id}/step", keyed: true, starts: true },
   pruneCheckpoints: { method: "POST", path: "/v1/checkpoints/{checkpoint_id}/prune", starts: true },
+  getPrepared: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/prepared" },
+  putPrepared: { method: "PUT", path: "/v1/checkpoints/{checkpoint_id}/prepared" },
   getRetention: { method: "GET", path: "/v1/checkpoints/{checkpoint_id}/retention" },
   putRetention: { method: "PUT", path: "/v1/checkpoints/{checkpoint_id}/retention" },
   deleteRetention: { method: "DELETE", path: "/v1/checkpoints/{checkpoint_id}/retention" },
@@ -533,6 +535,20 @@ export interface Operations {
     query: { wait?: number };
     body: models.PruneRequest;
     result: models.PruneResult;
+  };
+  /** Get how many machines are prepared for forks of a checkpoint */
+  getPrepared: {
+    path: { checkpoint_id: models.CheckpointID };
+    query: {};
+    body: undefined;
+    result: models.Prepared;
+  };
+  /** Ask for machines that are prepared for forks of a checkpoint */
+  putPrepared: {
+    path: { checkpoint_id: models.CheckpointID };
+    query: {};
+    body: models.PrepareRequest;
+    result: models.Prepared;
   };
   /** Get the stored policy of a checkpoint and its descendants */
   getRetention: {

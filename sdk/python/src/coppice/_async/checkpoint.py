@@ -271,6 +271,18 @@ class AsyncCheckpoint:
         )
         return await self._t.start(self._call(op.pruneCheckpoints, body), models.PruneResult)
 
+    async def prepared(self) -> models.Prepared:
+        """How many machines are prepared for forks of the checkpoint."""
+        return await self._t.call(self._call(op.getPrepared), models.Prepared)
+
+    async def prepare(self, count: int, *, ttl: int | None = None) -> models.Prepared:
+        """Ask for machines that are prepared for forks of the checkpoint, for ``ttl`` seconds (2 minutes).
+
+        It replaces what was asked for before. A count of 0 ends it.
+        """
+        wanted = models.PrepareRequest(count=count, ttl_seconds=ttl)
+        return await self._t.call(self._call(op.putPrepared, wanted), models.Prepared)
+
     async def retention(self) -> models.Retention:
         return await self._t.call(self._call(op.getRetention), models.Retention)
 

@@ -272,6 +272,18 @@ class Checkpoint:
         )
         return self._t.start(self._call(op.pruneCheckpoints, body), models.PruneResult)
 
+    def prepared(self) -> models.Prepared:
+        """How many machines are prepared for forks of the checkpoint."""
+        return self._t.call(self._call(op.getPrepared), models.Prepared)
+
+    def prepare(self, count: int, *, ttl: int | None = None) -> models.Prepared:
+        """Ask for machines that are prepared for forks of the checkpoint, for ``ttl`` seconds (2 minutes).
+
+        It replaces what was asked for before. A count of 0 ends it.
+        """
+        wanted = models.PrepareRequest(count=count, ttl_seconds=ttl)
+        return self._t.call(self._call(op.putPrepared, wanted), models.Prepared)
+
     def retention(self) -> models.Retention:
         return self._t.call(self._call(op.getRetention), models.Retention)
 
