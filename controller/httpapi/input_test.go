@@ -259,6 +259,8 @@ func TestFields(t *testing.T) {
 		{"POST", create, `{"env":{"A":1}}`, "env.A", core.CodeInvalidField},
 		{"POST", create, `{"env":{"A":"x\u0000y"}}`, "env.A", core.CodeInvalidField},
 		{"POST", create, `{"labels":{"bad key":"x"}}`, "labels", core.CodeInvalidField},
+		{"POST", at + "/checkpoints", `{"labels":{"coppice.build/key":"x"}}`, "labels", core.CodeInvalidField},
+		{"PATCH", node, `{"labels":{"coppice.build/key":"x"}}`, "labels", core.CodeInvalidField},
 		{"POST", create, `{"labels":{"k":"` + strings.Repeat("x", 257) + `"}}`, "labels.k", core.CodeInvalidField},
 		{"POST", create, `{"ttl_seconds":-1}`, "ttl_seconds", core.CodeInvalidField},
 		{"POST", create, `{"ttl_seconds":9999999999}`, "ttl_seconds", core.CodeInvalidField},

@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/tree"
@@ -51,8 +52,8 @@ func envIn(field string, env api.Env) (map[string]string, error) {
 
 func labelsIn(labels api.Labels) (map[string]string, error) {
 	for key := range labels {
-		if !labelName.MatchString(key) {
-			return nil, badLabel(key)
+		if err := checkLabel(key); err != nil {
+			return nil, err
 		}
 	}
 	return labels, nil
@@ -60,15 +61,21 @@ func labelsIn(labels api.Labels) (map[string]string, error) {
 
 func labelsPatchIn(labels api.LabelsPatch) (map[string]*string, error) {
 	for key := range labels {
-		if !labelName.MatchString(key) {
-			return nil, badLabel(key)
+		if err := checkLabel(key); err != nil {
+			return nil, err
 		}
 	}
 	return labels, nil
 }
 
-func badLabel(key string) error {
-	return invalid("labels", fmt.Sprintf("%q is not a label key: 1 to 63 letters, digits, dots, underscores, slashes or hyphens", core.Clip(key)))
+func checkLabel(key string) error {
+	if key == builds.Label { // a build would take the checkpoint for one of its own, and the image may reach more
+		return invalid("labels", key+" is set by builds only")
+	}
+	if !labelName.MatchString(key) {
+		return invalid("labels", fmt.Sprintf("%q is not a label key: 1 to 63 letters, digits, dots, underscores, slashes or hyphens", core.Clip(key)))
+	}
+	return nil
 }
 
 // labelFilter reads "key=value" and "key".
