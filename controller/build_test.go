@@ -314,6 +314,45 @@ func TestBuildIsTakenOver(t *testing.T) {
 	}
 }
 
+// TestBuildIsTakenOverWithItsBase: a build goes on from the base that it has, whatever the name of the base means by now.
+func TestBuildIsTakenOverWithItsBase(t *testing.T) {
+	t.Parallel()
+	for name, meanwhile := range map[string]string{
+		"the name is gone":        `DELETE FROM project_images WHERE name = 'base'`,
+		"the base has not ended":  `SET session_replication_role = replica; UPDATE step_actions SET phase = 'pending', result = NULL, ended_at = NULL, request = convert_to('{}', 'UTF8') WHERE index = 0`,
+		"the name is of an other": `UPDATE project_images SET checkpoint_id = (SELECT checkpoint_id FROM project_images WHERE name = 'open') WHERE name = 'base'`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.ShutdownGrace = time.Millisecond })
+			plain := w.create("plain")
+			if open := w.build(builds.Spec{Name: "open", From: "base", Steps: []builds.Step{{Run: "inc"}}}); !open.Open {
+				t.Fatal("an image of the operator's is not open")
+			}
+			w.build(builds.Spec{Name: "base", From: string(w.checkpoint(plain.ID).ID)})
+			g := w.gate(runnertest.PointFork)
+			a, err := w.BuildImage(t.Context(), w.project, builds.Spec{
+				Name: "app", From: "base", Resources: smallest, Egress: core.EgressDenyAll, Steps: []builds.Step{{Run: "inc"}},
+			}, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-g.reached
+			w.stop()
+			close(g.open)
+			w.exec(meanwhile)
+			next, _ := w.start(controller.Config{LoopInterval: 50 * time.Millisecond})
+			end, err := next.Operation(t.Context(), w.project, a.Operation.ID, 2*time.Minute)
+			if err != nil || !end.Done || end.Operation.Problem != nil || end.Result.Image == nil {
+				t.Fatalf("%+v, %v", end, err)
+			}
+			if end.Result.Image.Open {
+				t.Error("an image of a workspace's checkpoint is open")
+			}
+		})
+	}
+}
+
 // TestBuildBounds: what is too large or too much is refused before anything is made.
 func TestBuildBounds(t *testing.T) {
 	t.Parallel()

@@ -62,7 +62,8 @@ const (
 	Every = time.Minute
 )
 
-// Label is the label of a checkpoint that a build may use again, with its key. Clients can set it on other checkpoints of their project.
+// Label is the label of a checkpoint that a build may use again, with its key. Clients cannot set it: an image may reach more than the workspace
+// of a checkpoint might.
 const Label = "coppice.build/key"
 
 // Spec is what a build makes.
@@ -327,7 +328,7 @@ func (s Step) on(config *plan.Config) (plan.Instruction, error) {
 	}
 	in.Text, in.Config = dockerfile.Line(in.Text), config.Clone()
 	in.Env = in.Config.Env
-	return in, nil
+	return in, in.Config.Check()
 }
 
 // Images lists the images of a project, by name.

@@ -123,10 +123,17 @@ func (w *build) begin(ctx context.Context, image *Image) ([]plan.Instruction, pl
 	if err != nil {
 		return nil, plan.Config{}, err
 	}
+	var row steps.Row
+	if i := slices.IndexFunc(rows, func(r steps.Row) bool { return r.Index == 0 }); i >= 0 {
+		row = rows[i]
+	}
 	text := "FROM " + from
 	base, config, known, err := w.known(ctx, from, image)
 	if err != nil {
 		return nil, config, err
+	}
+	if known && row.Workspace != "" { // an earlier attempt began it when the name was that of an image of the runners
+		known, config, image.Open = false, plan.Config{}, true
 	}
 	list, err := w.Spec.plan(config) // again below, when the configuration of the base is known
 	if err != nil {
@@ -134,7 +141,7 @@ func (w *build) begin(ctx context.Context, image *Image) ([]plan.Instruction, pl
 	}
 	w.total = len(list) + 2
 	if known {
-		if len(rows) == 0 {
+		if row.Phase != steps.Ended {
 			if err := w.settle(ctx, base); err != nil {
 				return nil, config, err
 			}
@@ -146,6 +153,11 @@ func (w *build) begin(ctx context.Context, image *Image) ([]plan.Instruction, pl
 		}
 		if first.Checkpoint != base {
 			base = first.Checkpoint
+			cp, err := w.uses.Checkpoint(ctx, w.Project, base)
+			if err != nil {
+				return nil, config, err
+			}
+			image.Open = cp.Published
 			if config, err = w.configOf(ctx, base); err != nil {
 				return nil, config, err
 			}
@@ -174,9 +186,19 @@ func (w *build) begin(ctx context.Context, image *Image) ([]plan.Instruction, pl
 	}
 	r := w.Spec.Resources
 	w.key = digestOf("image", string(found.Digest), strconv.Itoa(r.VCPUs), strconv.Itoa(r.MemoryMiB), strconv.Itoa(r.DiskGiB), string(w.Spec.Egress), strings.Join(w.Spec.Allow, " "))
+	made := w.key
 	create := func(ctx context.Context, note steps.Note) error { return w.Create(ctx, string(found.Digest), note) }
 	if err := w.machine(ctx, 0, text, steps.Action{}, create); err != nil {
 		return nil, config, err
+	}
+	if row.Workspace == "" && row.Phase == steps.Ended && w.key != made { // an earlier attempt found an image of the project, which has gone
+		cp, err := w.uses.Checkpoint(ctx, w.Project, w.head)
+		if err != nil {
+			return nil, config, err
+		}
+		if image.Open = cp.Published; image.Open {
+			w.network, w.key = w.head, digestOf(w.key, string(w.Spec.Egress), strings.Join(w.Spec.Allow, " "))
+		}
 	}
 	if config, err = w.configOf(ctx, w.head); err != nil {
 		return nil, config, err
@@ -251,6 +273,9 @@ func (w *build) configOf(ctx context.Context, id core.CheckpointID) (plan.Config
 	dir, err := read(dirFile)
 	config.User, _, _ = strings.Cut(user, "\n")
 	config.Workdir, _, _ = strings.Cut(dir, "\n")
+	if err == nil {
+		err = config.Check()
+	}
 	return config, err
 }
 
