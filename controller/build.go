@@ -2,6 +2,7 @@ package controller
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"time"
 
@@ -88,9 +89,9 @@ func (c *Controller) fromProject(ctx context.Context, project core.ProjectID, im
 	if err != nil {
 		return Answer{}, err
 	}
-	fork := ForkRequest{
-		Count: 1, Name: req.Name, Egress: req.Egress, Allow: &req.Allow, Env: req.Env, Grants: grants.Choice{None: true}, Labels: req.Labels, TTL: req.TTL,
-		IdlePolicy: req.IdlePolicy,
+	fork := ForkRequest{ // without a policy it may reach nothing, as from every image, whatever the build might reach
+		Count: 1, Name: req.Name, Egress: cmp.Or(req.Egress, core.EgressDenyAll), Allow: &req.Allow, Env: req.Env,
+		Grants: grants.Choice{None: true}, Labels: req.Labels, TTL: req.TTL, IdlePolicy: req.IdlePolicy,
 	}
 	return c.fork(ctx, project, OpCreateWorkspace, func(in forkInput) kind { return &createWorkspace{forkInput: in, Built: true} }, image.Checkpoint, fork, wait)
 }

@@ -202,6 +202,12 @@ func TestBuildSteps(t *testing.T) {
 	if _, err := w.PatchWorkspace(t.Context(), w.project, ws.ID, controller.WorkspacePatch{Add: []string{"b.example"}}); err != nil {
 		t.Errorf("more rules: %v", err)
 	}
+	// Without a policy it may reach nothing, although the build might.
+	w.build(builds.Spec{Name: "wide", From: "base", Egress: core.EgressAllowAll})
+	a, err = w.CreateWorkspace(t.Context(), w.project, controller.CreateRequest{Image: "wide"}, wait)
+	if err != nil || a.Result.Workspace.Egress != core.EgressDenyAll {
+		t.Errorf("a workspace without a policy: %+v, %v", a.Result.Workspace, err)
+	}
 	// What was taken of a workspace keeps its limits.
 	plain := w.create("plain")
 	cp := w.checkpoint(plain.ID)
