@@ -57,7 +57,7 @@ var ofCode = map[string]int{
 	string(core.CodeWatchNotFound):          NotFound,
 	string(core.CodeImageNotFound):          NotFound,
 	string(core.CodeUploadNotFound):         NotFound,
-	string(core.CodeBuildFailed):            Conflict,
+	string(core.CodeBuildFailed):            Failure,
 	string(core.CodeDockerfileInvalid):      BadInput,
 	string(core.CodeImageShape):             BadInput,
 	string(core.CodeRunnerNotFound):         NotFound,
