@@ -70,7 +70,9 @@ func (r *Runner) dismantlePrepared(ctx context.Context, m *preparedMachine) erro
 func (r *Runner) Drain(on bool) { r.prepared.Pause(on) }
 
 // Prepare begins, renews and ends asks for prepared machines.
-func (r *Runner) Prepare(in runnerapi.Prepare) (runnerapi.Prepared, error) { return r.prepared.Serve(in) }
+func (r *Runner) Prepare(in runnerapi.Prepare) (runnerapi.Prepared, error) {
+	return r.prepared.Serve(in)
+}
 
 // roomForPrepared says what the host has left.
 func (r *Runner) roomForPrepared() (left prepared.Room, err error) {
