@@ -88,7 +88,7 @@ func newCreateCommand(a *cli.App) *cobra.Command {
 	f.StringArrayVarP(&labels, "label", "l", nil, "label, `KEY=VALUE`; may be repeated")
 	f.StringArrayVar(&annotations, "annotation", nil, "annotation, `KEY=VALUE`; a VALUE that is not JSON is a string; may be repeated")
 	f.BoolVar(&pinned, "pin", false, "protect it from deletion")
-	f.IntVar(&prepare, "prepare", 0, "prepare as many `machines` for its forks, for 2 minutes")
+	f.IntVar(&prepare, "prepare", 0, "number of `machines` to keep ready for its forks, for 2 minutes")
 	f.BoolVar(&sealed, "sealed", false, "also wait until it is in the store")
 	f.BoolVarP(&quiet, "quiet", "q", false, "print the id only")
 	return c

@@ -18,11 +18,10 @@ func newPrepareCommand(a *cli.App) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "prepare CHECKPOINT",
 		Short: "Prepare machines for forks of a checkpoint, or show how many are ready",
-		Long: `Prepare machines for forks of a checkpoint. The runner restores the checkpoint into as many machines as --count says, before a fork is asked
-for, so that forks become ready much sooner. --count 0 ends it. Without --count, the command shows how many machines are ready and what became of the
-others.
+		Long: `Prepare machines for forks of a checkpoint. The runner restores the checkpoint into --count machines before a fork is asked for, so that
+forks become ready sooner. --count 0 ends this. Without --count, the command shows how many machines are ready, and what became of the others.
 
-The runner prepares no machine if it was started with --prepare-max 0, and no more than that for all checkpoints.`,
+The runner prepares at most --prepare-max machines for all checkpoints together, and none by default.`,
 		Example: "  coppice ckpt prepare before-upgrade --count 4\n  coppice ckpt prepare before-upgrade",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -47,7 +46,7 @@ The runner prepares no machine if it was started with --prepare-max 0, and no mo
 			return a.Print(got, func(w io.Writer) error { return printPrepared(w, got) })
 		},
 	}
-	c.Flags().IntVar(&count, "count", 0, "`machines` that wait at the same time")
+	c.Flags().IntVar(&count, "count", 0, "number of `machines` that are kept ready")
 	c.Flags().DurationVar(&ttl, "ttl", ttl, "how long machines are kept ready, at most 1h")
 	return c
 }

@@ -20,6 +20,7 @@ import (
 	"github.com/moby/patternmatcher"
 	"github.com/moby/patternmatcher/ignorefile"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
@@ -47,32 +48,32 @@ type options struct {
 // server builds; otherwise this host does.
 func ExtendBuild(a *cli.App, c *cobra.Command) *cobra.Command {
 	here := c.RunE
-	local := map[string]bool{}
-	for _, name := range []string{"package", "from-tar", "env", "suite", "agent", "guest-ca-file", "no-tools", "rebuild", "verbose"} {
-		local[name] = true
-	}
 	var o options
+	local, remote := flagsOf(c.Flags()), o.flags()
+	c.Flags().AddFlagSet(remote)
 	c.Use = "build [DIR]"
 	c.Short = "Build an image: from a Dockerfile on the server, or from Debian packages or a tar on this host"
-	c.Long = `Build an image. With a directory, the server builds it from the Dockerfile of the directory: the image belongs to the project, every runner can
-have it, and neither root nor a docker engine is needed. The files of the directory are sent, without those that .dockerignore names. Each
+	c.Long = `Build an image. With a directory, the server builds it from the Dockerfile of the directory: the image belongs to the project, every runner
+can have it, and neither root nor a docker engine is needed. The files of the directory are sent, without those that .dockerignore names. Each
 instruction that changes something is a checkpoint; a second build begins where something has changed. --start keeps a program running in the
 image, so that each workspace from it begins with it.
 
-Without a directory, this host builds an image for its runner. ` + strings.Replace(c.Long, "Build an image from", "It comes from", 1)
-	c.Example = "  coppice image build . --name app\n  coppice image build . -f deploy/Dockerfile --name app --build-arg VERSION=3 --start \"./serve\" --ready-port 8080\n" + c.Example
+Without a directory and without --file, this host builds an image for its runner.
+` + strings.Replace(c.Long, "Build an image from", "It comes from", 1)
+	c.Example = "  coppice image build . --name app\n" +
+		"  coppice image build . -f deploy/Dockerfile --name app --build-arg VERSION=3 --start \"./serve\" --ready-port 8080\n" + c.Example
 	c.Args = cobra.MaximumNArgs(1)
 	c.RunE = func(c *cobra.Command, args []string) error {
 		if len(args) == 0 && !c.Flags().Changed("file") {
-			for _, name := range []string{"target", "build-arg", "start", "ready-port", "ready-command", "no-cache", "allow", "allow-all", "vcpus", "memory", "disk"} {
+			for _, name := range flagsOf(remote) {
 				if c.Flags().Changed(name) {
 					return exit.Misuse(fmt.Errorf("--%s is for a build from a Dockerfile: give the directory, such as \".\"", name)) //nolint:err113 // a message
 				}
 			}
 			return here(c, args)
 		}
-		for name := range local {
-			if c.Flags().Changed(name) {
+		for _, name := range local {
+			if name != "name" && c.Flags().Changed(name) {
 				return exit.Misuse(fmt.Errorf("--%s is for a build on this host, without a directory and without --file", name)) //nolint:err113 // a message
 			}
 		}
@@ -89,21 +90,31 @@ Without a directory, this host builds an image for its runner. ` + strings.Repla
 		}
 		return o.build(c, a, dir, name)
 	}
-	f := c.Flags()
-	f.StringVarP(&o.file, "file", "f", "", "Dockerfile (default: `DIR`/Dockerfile)")
+	return c
+}
+
+func flagsOf(set *pflag.FlagSet) (names []string) {
+	set.VisitAll(func(f *pflag.Flag) { names = append(names, f.Name) })
+	return names
+}
+
+// flags are those that a build on a server has and one on this host has not.
+func (o *options) flags() *pflag.FlagSet {
+	f := pflag.NewFlagSet("", pflag.ContinueOnError)
+	f.StringVarP(&o.file, "file", "f", "", "Dockerfile, a `file` (default: Dockerfile in DIR)")
 	f.StringVar(&o.target, "target", "", "`stage` of the Dockerfile")
 	f.StringArrayVar(&o.args, "build-arg", nil, "value of an ARG, `KEY=VALUE`; may be repeated")
-	f.StringVar(&o.start, "start", "", "`command` that runs in the image")
-	f.IntVar(&o.readyPort, "ready-port", 0, "`port` on which it listens when it is ready")
-	f.StringVar(&o.readyCommand, "ready-command", "", "`command` that ends with 0 when it is ready")
-	f.DurationVar(&o.readyTimeout, "ready-timeout", 0, "how long it may take to become ready (default 2m)")
-	f.BoolVar(&o.noCache, "no-cache", false, "carry out every instruction")
-	f.StringArrayVar(&o.allow, "allow", nil, "what the build may reach instead of all package bundles, as for \"ws create\"; may be repeated")
+	f.StringVar(&o.start, "start", "", "`command` that the image keeps running")
+	f.IntVar(&o.readyPort, "ready-port", 0, "wait until the command of --start listens on this `port`")
+	f.StringVar(&o.readyCommand, "ready-command", "", "wait, after --start, until this `command` ends with status 0")
+	f.DurationVar(&o.readyTimeout, "ready-timeout", 0, "how long to wait for --ready-port or --ready-command (default 2m)")
+	f.BoolVar(&o.noCache, "no-cache", false, "carry out every instruction again")
+	f.StringArrayVar(&o.allow, "allow", nil, "let the build reach this instead of all package bundles: `HOST[:PORT]`, *.DOMAIN, tcp://HOST:PORT or bundle:NAME; may be repeated")
 	f.BoolVar(&o.allowAll, "allow-all", false, "let the build reach everything")
 	f.IntVar(&o.vcpus, "vcpus", 0, "virtual CPUs (default: the server's)")
 	f.IntVar(&o.memory, "memory", 0, "memory in `MiB` (default: the server's)")
 	f.IntVar(&o.disk, "disk", 0, "disk in `GiB` (default: the server's)")
-	return c
+	return f
 }
 
 func (o *options) request(name string) (coppice.BuildImageRequest, error) {
@@ -120,9 +131,15 @@ func (o *options) request(name string) (coppice.BuildImageRequest, error) {
 	if len(o.allow) > 0 {
 		req.Network.EgressPolicy, req.Network.Allow = coppice.EgressDenyAll, &o.allow
 	}
-	if o.start != "" {
+	waits := o.readyPort != 0 || o.readyCommand != ""
+	switch {
+	case o.start == "" && waits:
+		return req, exit.Misuse(errors.New("--ready-port and --ready-command wait for the command of --start, which is missing")) //nolint:err113 // a message
+	case o.readyTimeout != 0 && !waits:
+		return req, exit.Misuse(errors.New("--ready-timeout is for --ready-port or --ready-command")) //nolint:err113 // a message
+	case o.start != "":
 		req.Start = &coppice.BuildStart{Command: o.start}
-		if o.readyPort != 0 || o.readyCommand != "" {
+		if waits {
 			req.Start.Ready = &coppice.BuildReady{Port: o.readyPort, Command: o.readyCommand, TimeoutSeconds: int(o.readyTimeout.Seconds())}
 		}
 	}

@@ -34,6 +34,9 @@ func TestBuildFlags(t *testing.T) {
 		{[]string{"--build-arg", "A=b"}, "give the directory", exit.Usage, false},
 		{[]string{".", "--package", "x"}, "--package is for a build on this host", exit.Usage, false},
 		{[]string{"."}, "--name is missing", exit.Usage, false},
+		{[]string{"--ready-timeout", "1m"}, "give the directory", exit.Usage, false},
+		{[]string{".", "--name", "a", "--ready-port", "80"}, "wait for the command of --start", exit.Usage, false},
+		{[]string{".", "--name", "a", "--start", "x", "--ready-timeout", "1m"}, "--ready-timeout is for", exit.Usage, false},
 		{[]string{".", "other", "--name", "a"}, "", exit.Usage, false},
 	} {
 		local := false
