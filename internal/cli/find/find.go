@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -87,6 +88,16 @@ func Checkpoint(ctx context.Context, c *coppice.Client, ref string) (coppice.Che
 		}
 	}
 	return coppice.Checkpoint{}, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no checkpoint %q; list the checkpoints with coppice ckpt ls or coppice ckpt tree", core.Clip(ref))
+}
+
+// ClientAndCheckpoint makes a client of the server, and finds the checkpoint that a person means there.
+func ClientAndCheckpoint(ctx context.Context, a *cli.App, ref string) (*coppice.Client, coppice.Checkpoint, error) {
+	client, err := a.Client()
+	if err != nil {
+		return nil, coppice.Checkpoint{}, err
+	}
+	cp, err := Checkpoint(ctx, client, ref)
+	return client, cp, err
 }
 
 // idSuffix says whether ref may be the end of an id, with or without the prefix and dots that tables show.

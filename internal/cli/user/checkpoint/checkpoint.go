@@ -215,11 +215,7 @@ func newShowCommand(a *cli.App) *cobra.Command {
 		Short:   "Show a checkpoint",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			_, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
@@ -286,11 +282,7 @@ With --version, the change is made only if that is still the checkpoint's versio
 			for k := range removed {
 				annotations[k] = nil
 			}
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}

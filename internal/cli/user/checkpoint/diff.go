@@ -32,11 +32,7 @@ With --content, the lines that differ follow, for text files of at most 1 MiB.`,
 		Example: "  coppice ckpt diff before-upgrade 9r4w6xcv\n  coppice ckpt diff before-upgrade 9r4w6xcv --content",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			from, err := find.Checkpoint(c.Context(), client, args[0])
+			client, from, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}

@@ -36,11 +36,7 @@ The file appears only when it is complete. With "-o -" it goes to standard outpu
 			if _, ok := terminal.Descriptor(a.Stdout); ok && to == "-" {
 				return exit.Misuse(errors.New("a checkpoint cannot be written to a terminal: redirect standard output"))
 			}
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}

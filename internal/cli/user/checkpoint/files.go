@@ -21,11 +21,7 @@ func onPath(a *cli.App, c *cobra.Command, arg string, do func(client *coppice.Cl
 	if !ok || ref == "" || !strings.HasPrefix(path, "/") {
 		return exit.Misuse(fmt.Errorf("%q is not CHECKPOINT:/absolute/path", arg))
 	}
-	client, err := a.Client()
-	if err != nil {
-		return err
-	}
-	cp, err := find.Checkpoint(c.Context(), client, ref)
+	client, cp, err := find.ClientAndCheckpoint(c.Context(), a, ref)
 	if err != nil {
 		return err
 	}

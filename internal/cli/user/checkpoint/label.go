@@ -59,11 +59,7 @@ With --version, the change is made only if that is still the checkpoint's versio
 
 // patch changes a checkpoint and prints it as it is then.
 func patch(a *cli.App, c *cobra.Command, ref string, req coppice.PatchCheckpointRequest, human func(io.Writer, coppice.Checkpoint) error) error {
-	client, err := a.Client()
-	if err != nil {
-		return err
-	}
-	cp, err := find.Checkpoint(c.Context(), client, ref)
+	client, cp, err := find.ClientAndCheckpoint(c.Context(), a, ref)
 	if err != nil {
 		return err
 	}

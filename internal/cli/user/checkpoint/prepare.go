@@ -25,11 +25,7 @@ The runner prepares at most --prepare-max machines for all checkpoints together,
 		Example: "  coppice ckpt prepare before-upgrade --count 4\n  coppice ckpt prepare before-upgrade",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}

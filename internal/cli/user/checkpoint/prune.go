@@ -164,11 +164,7 @@ and --max-bytes choose among the rest. Without these two, all of the rest is del
 			if err != nil {
 				return err
 			}
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
@@ -227,11 +223,7 @@ With --show, show the stored policy; with --remove, remove it.`,
 		Example: "  coppice ckpt retain 9r4w6xcv --keep-best 50 --keep-path --max-age 24h",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}

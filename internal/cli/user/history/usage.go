@@ -43,11 +43,7 @@ func NewCheckpointUsageCommand(a *cli.App) *cobra.Command {
 		Short: "Show the usage of all descendants of a checkpoint",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}

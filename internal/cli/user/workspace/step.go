@@ -35,11 +35,7 @@ The results come as the actions end; the table is in the order of the file. An a
 			if err := readStep(c.InOrStdin(), args[1], &req); err != nil {
 				return exit.Misuse(err)
 			}
-			client, err := a.Client()
-			if err != nil {
-				return err
-			}
-			cp, err := find.Checkpoint(c.Context(), client, args[0])
+			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
