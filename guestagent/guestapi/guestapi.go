@@ -169,7 +169,7 @@ type QuiesceResponse struct {
 	IdentityFiles []IdentityFile `json:"identity_files,omitzero"`
 }
 
-// IdentityFile says what one of them holds, in a form in which machines can be compared that each have an identity of their own.
+// IdentityFile says what one of them holds, in a form in which machines with different identities can be compared.
 type IdentityFile struct {
 	Path   string `json:"path"`
 	Size   int64  `json:"size"`

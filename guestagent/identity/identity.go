@@ -23,8 +23,8 @@ const RunDir = "/run/coppice"
 // that was a quarter of all code that a reseal executed (docs/adr/0006).
 const dir = RunDir + "/identity"
 
-// CoverFiles mounts copies over the files with the machine's identity ([guestapi.IdentityPaths]), where the image has a plain file or nothing, in the mount namespace of
-// the calling thread. A link (such as /etc/resolv.conf to a resolver's file) stays unchanged.
+// CoverFiles mounts copies over the files with the machine's identity ([guestapi.IdentityPaths]), in the mount namespace of the calling
+// thread, where the image has a plain file or nothing. A link (such as /etc/resolv.conf to a resolver's file) stays unchanged.
 func CoverFiles() error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -68,8 +68,8 @@ func cover(path, with string) error {
 // maxReported bounds the size of a file whose content is reported. It is read while the workload is frozen.
 const maxReported = 64 << 10
 
-// Report describes the files that are covered. wrote is what the last reseal wrote to them. A file that is too large, or cannot be read, has no
-// digest. A file whose cover root in the workload has removed is left out: it is on the disk.
+// Report describes the files that are covered. wrote is what the last reseal wrote to them. A file that is too large, or cannot be read,
+// has no digest. If root in the workload has removed a file's cover, Report leaves the file out: it is on the disk.
 func Report(wrote map[string]string) ([]guestapi.IdentityFile, error) {
 	var u unix.Utsname
 	if err := unix.Uname(&u); err != nil {
@@ -81,13 +81,14 @@ func Report(wrote map[string]string) ([]guestapi.IdentityFile, error) {
 		if !ok {
 			continue
 		}
-		b, err := smallfile.Read(file)
-		if err != nil || size > maxReported {
-			out = append(out, guestapi.IdentityFile{Path: path, Size: size})
-			continue
+		f := guestapi.IdentityFile{Path: path, Size: size}
+		if size <= maxReported {
+			if b, err := smallfile.Read(file); err == nil {
+				was, known := wrote[path]
+				f = Describe(path, string(b), was, known, unix.ByteSliceToString(u.Nodename[:]))
+			}
 		}
-		was, known := wrote[path]
-		out = append(out, Describe(path, string(b), was, known, unix.ByteSliceToString(u.Nodename[:])))
+		out = append(out, f)
 	}
 	return out, nil
 }

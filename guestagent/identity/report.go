@@ -16,7 +16,7 @@ const (
 // anyHost stands for the machine's own name in what Describe compares.
 const anyHost = "this-machine"
 
-// Describe says what a file with the machine's identity holds, so that two machines can be compared although each has an identity of its own.
+// Describe says what a file with the machine's identity holds, in a form in which machines with different identities can be compared.
 // wrote is what the last reseal wrote to it; known says that there was one. hostname is the machine's present name.
 //
 // A reseal edits /etc/hosts and keeps what else is in it. So its digest is that of the lines with another name in place of the machine's.

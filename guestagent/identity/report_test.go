@@ -73,3 +73,15 @@ func TestDescribe(t *testing.T) {
 		t.Errorf("the image's: %+v", f)
 	}
 }
+
+// BenchmarkDescribe describes an /etc/hosts as images have it, and the largest that is read: this happens in the pause of a capture.
+func BenchmarkDescribe(b *testing.B) {
+	const line = "0.0.0.0\tads.example\n"
+	for name, hosts := range map[string]string{"small": "127.0.0.1\tlocalhost\n127.0.1.1\told\n", "largest": strings.Repeat(line, maxReported/len(line))} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				Describe(hostsFile, hosts, "", false, "old")
+			}
+		})
+	}
+}
