@@ -3,31 +3,26 @@ package compare
 import (
 	"bytes"
 	"slices"
-	"strings"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/runner/diskdiff"
 )
 
-// addIdentity adds to a page of the disks' differences the files with a machine's identity that a workload has changed. They are in the memory of
-// the machines, and mounted over those of the disks, so the disks do not show them. The guests have reported what is in them
+// addIdentity adds to a page of the disks' differences the files with a machine's identity that a workload has changed. They are in the
+// memory of the machines, and mounted over those of the disks, so the disks do not show them. The guests have reported what is in them
 // (docs/adr/0064-changes-to-identity-files.md).
 func addIdentity(page *runnerapi.DiffPage, a, b []guestapi.IdentityFile, req runnerapi.Diff) {
 	changes, complete := identityChanges(a, b)
 	page.IdentityComplete = complete
 	for _, change := range changes {
-		there := func(f runnerapi.FileChange) int { return comparePaths(f.Path, change.Path) }
 		if len(req.After) > 0 && comparePaths(change.Path, req.After) <= 0 || len(page.Next) > 0 && comparePaths(change.Path, page.Next) > 0 {
 			continue // it is on another page
 		}
-		at := slices.IndexFunc(page.Files, func(f runnerapi.FileChange) bool { return there(f) >= 0 })
-		switch {
-		case at < 0:
-			page.Files = append(page.Files, change)
-		case there(page.Files[at]) == 0: // the disk's file differs, too, which no program in the machine saw
+		at, found := slices.BinarySearchFunc(page.Files, change.Path, func(f runnerapi.FileChange, path []byte) int { return comparePaths(f.Path, path) })
+		if found { // the disk's file differs, too, which no program in the machine saw
 			page.Files[at] = change
-		default:
+		} else {
 			page.Files = slices.Insert(page.Files, at, change)
 		}
 	}
@@ -48,11 +43,11 @@ func identityChanges(a, b []guestapi.IdentityFile) (changes []runnerapi.FileChan
 		return list[i], true
 	}
 	for _, path := range guestapi.IdentityPaths() {
-		x, here := of(a, path)
-		y, there := of(b, path)
+		x, inA := of(a, path)
+		y, inB := of(b, path)
 		unknown := func(f guestapi.IdentityFile) bool { return !f.Own && f.SHA256 == "" }
 		switch {
-		case !here || !there:
+		case !inA || !inB:
 		case unknown(x) && unknown(y) && x.Size == y.Size:
 			complete = false
 		case x.Own != y.Own || x.SHA256 != y.SHA256 || unknown(x):
@@ -67,5 +62,5 @@ func identityChanges(a, b []guestapi.IdentityFile) (changes []runnerapi.FileChan
 
 // comparePaths compares absolute paths name by name, as the pages are ordered.
 func comparePaths(a, b []byte) int {
-	return slices.CompareFunc(bytes.Split(a, []byte("/")), bytes.Split(b, []byte("/")), func(x, y []byte) int { return strings.Compare(string(x), string(y)) })
+	return slices.CompareFunc(bytes.Split(a, []byte("/")), bytes.Split(b, []byte("/")), bytes.Compare)
 }

@@ -15,11 +15,11 @@ import (
 const (
 	// maxAsks bounds the checkpoints for which machines are asked for at the same time.
 	maxAsks = 1024
-	// maxAskedAge bounds how long a machine waits that was asked for. If none was taken meanwhile, no other one is made.
+	// maxAskedAge bounds the age of a machine that was asked for. If none was taken meanwhile, no other one is made.
 	maxAskedAge = 10 * time.Minute
-	// retryAfter is the pause after a machine that was asked for could not be made.
+	// retryAfter is the pause after a failure to make a machine that was asked for.
 	retryAfter = 10 * time.Second
-	// maxFor bounds how long an ask lasts that is not renewed.
+	// maxFor bounds how long an ask lasts unless it is renewed.
 	maxFor = time.Hour
 	// maxAuthority bounds the authority of an ask, in bytes.
 	maxAuthority = 16 << 10
@@ -179,8 +179,8 @@ func (p *Pool[Machine]) endAsk(a *ask) {
 	p.giveUp(func(e entry[Machine]) bool { return e.asked && e.kind == a.kind() })
 }
 
-// wants says which machines should wait: first those that were asked for, then those of the forecast. Projects, which have authorities of their own, get one
-// machine in turn, so that none of them leaves nothing to the others. The caller holds mu.
+// wants says which machines should wait: first those that were asked for, then those of the forecast. Each project has an authority of its
+// own. Projects get one machine in turn, so that each gets its share. The caller holds mu.
 func (p *Pool[Machine]) wants(now time.Time) []forecast.Want {
 	left := p.cfg.Max
 	asks := slices.SortedFunc(maps.Values(p.asks), func(a, b *ask) int {

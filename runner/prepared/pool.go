@@ -120,7 +120,7 @@ func (p *Pool[Machine]) Take(id core.CheckpointID, authority string, current fun
 		p.look()
 	}
 	p.metrics.misses.Inc()
-	if a := p.asks[id]; a != nil && a.Authority == authority {
+	if a := p.askFor(kind{id, authority}); a != nil {
 		a.counts.Misses++
 	}
 	return m, nil, false
