@@ -2,8 +2,6 @@ package coppice
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -14,8 +12,8 @@ import (
 // maxLogPart bounds a part of the log of a build.
 const maxLogPart = 2 << 20
 
-// BuildImage builds an image of the project, and returns when it is built. If the build fails, the error has its problem. If ctx ends first,
-// the build goes on, and the error is an UnfinishedError.
+// BuildImage builds an image of the project, and returns when it is built. If the build fails, the error has its problem. If ctx ends
+// first, the build goes on, and the error is an UnfinishedError.
 func (c *Client) BuildImage(ctx context.Context, req BuildImageRequest) (BuildResult, error) {
 	var out BuildResult
 	err := c.start(ctx, creation("v1", "images").json(req), &out)
@@ -27,25 +25,24 @@ func (c *Client) BuildImage(ctx context.Context, req BuildImageRequest) (BuildRe
 func (c *Client) StartBuild(ctx context.Context, req BuildImageRequest) (Operation, error) {
 	r := creation("v1", "images").json(req).with(url.Values{"wait": {"0"}})
 	r.key = keyOf(ctx)
-	var answer json.RawMessage
-	if err := c.call(ctx, r, &answer); err != nil {
+	resp, err := c.send(ctx, r)
+	if err != nil {
 		return Operation{}, err
 	}
-	var op Operation
-	var ended struct {
-		OperationID OperationID `json:"operation_id"`
+	if resp.StatusCode == http.StatusAccepted {
+		var op Operation
+		err := decode(resp, &op)
+		return op, err
 	}
-	if err := errors.Join(json.Unmarshal(answer, &op), json.Unmarshal(answer, &ended)); err != nil {
-		return Operation{}, fmt.Errorf("read the answer: %w", err)
+	var ended BuildResult
+	if err := decode(resp, &ended); err != nil {
+		return Operation{}, err
 	}
-	if ended.OperationID != "" {
-		return c.Operation(ctx, ended.OperationID)
-	}
-	return op, nil
+	return c.Operation(ctx, ended.OperationID)
 }
 
-// OperationLog returns a part of the log of a build, from an offset, and the offset of what follows. An empty part says that there is no more
-// now.
+// OperationLog returns a part of the log of a build from an offset, and the offset of what follows. If the part is empty, there is no
+// more yet.
 func (c *Client) OperationLog(ctx context.Context, id OperationID, offset int64) (text []byte, next int64, err error) {
 	resp, err := c.send(ctx, get("v1", "operations", id, "log").with(url.Values{"offset": {strconv.FormatInt(offset, 10)}}))
 	if err != nil {
@@ -73,13 +70,13 @@ func (c *Client) BuiltImage(ctx context.Context, name string) (BuiltImage, error
 	return out, err
 }
 
-// DeleteImage takes the name from an image that the project has built. Its checkpoint is no longer pinned.
+// DeleteImage removes the name of an image that the project has built. Its checkpoint is no longer pinned.
 func (c *Client) DeleteImage(ctx context.Context, name string) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "images", name}}, nil)
 }
 
-// PutUpload sends a tar, plain or with gzip, for a build, in the place of an earlier upload with the id. The client never repeats this call,
-// because its body has been read.
+// PutUpload sends a tar, plain or compressed with gzip, for a build. It replaces an earlier upload with the id. The client never repeats
+// this call, because its body has been read.
 func (c *Client) PutUpload(ctx context.Context, id string, body io.Reader) (Upload, error) {
 	var out Upload
 	r := request{method: http.MethodPut, path: []string{"v1", "uploads", id}}

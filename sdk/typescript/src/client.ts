@@ -190,7 +190,7 @@ export class Coppice {
     return "operation_id" in begun ? this.operation(begun.operation_id, { signal }) : begun;
   }
 
-  /** operationLog returns a part of the log of a build, of at most about 256 KiB. Nothing: there is no more now. */
+  /** operationLog returns a part of the log of a build, of at most about 256 KiB. If it is empty, there is no more yet. */
   async operationLog(id: models.OperationID, options: { offset?: number } & CallOptions = {}): Promise<Uint8Array> {
     const call = { path: { operation_id: id }, query: { offset: options.offset ?? 0 }, signal: options.signal };
     const answer = await this.#context.transport.stream("getOperationLog", call);
@@ -208,7 +208,7 @@ export class Coppice {
     return this.#context.transport.call("getImage", { path: { image_name: name }, signal: options.signal });
   }
 
-  /** deleteImage takes the name from an image that the project has built. Its checkpoint is no longer pinned. */
+  /** deleteImage removes the name of an image that the project has built. Its checkpoint is no longer pinned. */
   async deleteImage(name: string, options: CallOptions = {}): Promise<void> {
     await this.#context.transport.call("deleteImage", { path: { image_name: name }, signal: options.signal });
   }

@@ -246,7 +246,7 @@ class Coppice:
         return self.operation(decode(body, models.BuildResult, call.op.id).operation_id)
 
     def operation_log(self, operation_id: str, offset: int = 0) -> bytes:
-        """A part of the log of a build, of at most about 256 KiB. Nothing: there is no more now."""
+        """A part of the log of a build, of at most about 256 KiB. If it is empty, there is no more yet."""
         return (self._t.read(Call(op.getOperationLog, {"operation_id": operation_id}, {"offset": offset})))[1]
 
     def built_images(self) -> List[models.BuiltImage]:
@@ -257,13 +257,13 @@ class Coppice:
         return self._t.call(Call(op.getImage, {"image_name": name}), models.BuiltImage)
 
     def delete_image(self, name: str) -> None:
-        """Takes the name from an image that the project has built. Its checkpoint is no longer pinned."""
+        """Removes the name of an image that the project has built. Its checkpoint is no longer pinned."""
         self._t.run(Call(op.deleteImage, {"image_name": name}))
 
     def put_upload(self, upload_id: str, data: Archive | os.PathLike[str]) -> models.Upload:
         """Sends files for builds, in the place of an earlier upload with the id. It is kept for a day.
 
-        `data` is a tar, plain or with gzip: bytes, a file that is open, or a Path. Of a Path that is a directory, the
+        `data` is a tar, plain or with gzip: bytes, an open file, or a Path. A Path may also be a directory: then its
         content is sent. The id has up to 128 lower-case letters, digits and hyphens.
         """
         call = Call(op.putUpload, {"upload_id": upload_id}, content_type="application/x-tar", read_timeout=None)
