@@ -145,11 +145,8 @@ func TestBuild(t *testing.T) {
 	if third.Checkpoint == first.Checkpoint || third.Cached == 0 || third.Steps-third.Cached != 4 {
 		t.Errorf("after a change: %+v\n%s", third, w.buildLog(third.Operation))
 	}
-	if cp, err := w.Tree.Checkpoint(t.Context(), w.project, first.Checkpoint); err != nil || cp.Pinned {
-		t.Errorf("the checkpoint that lost the name: pinned %v, %v", cp.Pinned, err)
-	}
-	if cp, err := w.Tree.Checkpoint(t.Context(), w.project, third.Checkpoint); err != nil || !cp.Pinned {
-		t.Errorf("the checkpoint with the name: pinned %v, %v", cp.Pinned, err)
+	if err := w.DeleteCheckpoint(t.Context(), w.project, third.Checkpoint); core.CodeOf(err) != core.CodeCheckpointInUse {
+		t.Errorf("the checkpoint with the name was deleted: %v", err)
 	}
 	if err := w.Builds.Delete(t.Context(), w.project, "app"); err != nil {
 		t.Fatal(err)
@@ -157,8 +154,10 @@ func TestBuild(t *testing.T) {
 	if _, err := w.Builds.Image(t.Context(), w.project, "app"); core.CodeOf(err) != core.CodeImageNotFound {
 		t.Errorf("after its removal: %v", err)
 	}
-	if cp, err := w.Tree.Checkpoint(t.Context(), w.project, third.Checkpoint); err != nil || cp.Pinned {
-		t.Errorf("after the removal of the image: pinned %v, %v", cp.Pinned, err)
+	for _, id := range []core.CheckpointID{first.Checkpoint, third.Checkpoint} {
+		if err := w.DeleteCheckpoint(t.Context(), w.project, id); err != nil {
+			t.Errorf("after the removal of the image: %v", err)
+		}
 	}
 }
 

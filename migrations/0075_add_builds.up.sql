@@ -1,4 +1,4 @@
--- Images that a project has built. An image is a checkpoint with a name; the checkpoint is pinned while an image has it.
+-- Images that a project has built. An image is a checkpoint with a name; the checkpoint cannot be deleted while an image has it.
 CREATE TABLE project_images (
     project_id    text COLLATE "C" NOT NULL CONSTRAINT project_images_project_fk REFERENCES projects (id),
     name          text COLLATE "C" NOT NULL,

@@ -141,8 +141,8 @@ type Log struct {
 type AdmitTx interface {
 	// CountBuild fails with QUOTA_EXCEEDED if as many builds of the project as most have not ended.
 	CountBuild(ctx context.Context, project core.ProjectID, most int) error
-	// PutProjectImage makes a checkpoint the image of a name, and pins it. The checkpoint that had the name is unpinned if no other image has
-	// it. It fails with QUOTA_EXCEEDED if the project has most images of other names.
+	// PutProjectImage makes a checkpoint the image of a name, so that it cannot be deleted. It fails with QUOTA_EXCEEDED if the project has most
+	// images of other names, and with CHECKPOINT_NOT_FOUND if the checkpoint is gone.
 	PutProjectImage(ctx context.Context, project core.ProjectID, image Image, most int) (Image, error)
 	// ProjectImage returns an image; IMAGE_NOT_FOUND.
 	ProjectImage(ctx context.Context, project core.ProjectID, name string) (Image, error)
@@ -152,7 +152,7 @@ type AdmitTx interface {
 type Tx interface {
 	AdmitTx
 	ProjectImages(ctx context.Context, project core.ProjectID) ([]Image, error)
-	// DeleteProjectImage takes the name from its checkpoint, as PutProjectImage does; IMAGE_NOT_FOUND.
+	// DeleteProjectImage takes the name from its checkpoint; IMAGE_NOT_FOUND.
 	DeleteProjectImage(ctx context.Context, project core.ProjectID, name string) error
 	// BuildCheckpoint returns the newest checkpoint with a key that can be forked now, or nothing.
 	BuildCheckpoint(ctx context.Context, project core.ProjectID, key string) (core.CheckpointID, error)
@@ -349,7 +349,7 @@ func (b *Builder) Image(ctx context.Context, project core.ProjectID, name string
 	return image, err
 }
 
-// Delete takes a name away. The checkpoint stays, and is no longer pinned.
+// Delete takes a name away. The checkpoint stays, and can be deleted then.
 func (b *Builder) Delete(ctx context.Context, project core.ProjectID, name string) error {
 	return b.store.InProject(ctx, project, func(tx Tx) error { return tx.DeleteProjectImage(ctx, project, name) })
 }

@@ -73,7 +73,8 @@ func TestBuildLogs(t *testing.T) {
 	}
 }
 
-// TestProjectImages: names are replaced one for one, at most so many, and the checkpoint that has none any more is not pinned.
+// TestProjectImages: names are replaced one for one, at most so many. A checkpoint with a name cannot be deleted, whatever its pin says, and its pin
+// stays as the client has set it.
 func TestProjectImages(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
@@ -87,14 +88,29 @@ func TestProjectImages(t *testing.T) {
 			return err
 		})
 	}
-	pinned := func(id core.CheckpointID) (yes bool) {
-		d.mine(func(ctx context.Context, tx controller.AllTx) error {
-			cp, err := tx.Checkpoint(ctx, id)
-			yes = cp.Pinned
+	remove := func(id core.CheckpointID) error {
+		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
+			_, err := tx.DeleteCheckpoint(ctx, id, false)
 			return err
 		})
-		return yes
 	}
+	removeMany := func(id core.CheckpointID) (refused error) {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
+			list, err := tx.DeleteCheckpoints(ctx, []core.CheckpointID{id}, false)
+			if err == nil {
+				refused = list[0].Refused
+			}
+			return err
+		})
+		return refused
+	}
+	pin := func(id core.CheckpointID, yes bool) {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
+			_, err := tx.PatchCheckpoint(ctx, id, controller.CheckpointPatch{Pinned: &yes})
+			return err
+		})
+	}
+	pin(second, true)
 	for i := range 3 {
 		if err := put(fmt.Sprint("n", i), first); err != nil {
 			t.Fatal(err)
@@ -106,15 +122,31 @@ func TestProjectImages(t *testing.T) {
 	if err := put("n0", core.NewID[core.CheckpointID]()); core.CodeOf(err) != core.CodeCheckpointNotFound {
 		t.Errorf("a checkpoint that is gone: %v", err)
 	}
-	if err := put("n0", second); err != nil || !pinned(first) || !pinned(second) {
-		t.Errorf("one of three: %v, pinned %v %v", err, pinned(first), pinned(second))
+	if err := put("n0", second); err != nil {
+		t.Errorf("one of three: %v", err)
+	}
+	pin(first, false)
+	if err := remove(first); core.CodeOf(err) != core.CodeCheckpointInUse || !strings.Contains(err.Error(), "n1") {
+		t.Errorf("the checkpoint of an image was deleted: %v", err)
+	}
+	if err := removeMany(first); core.CodeOf(err) != core.CodeCheckpointInUse {
+		t.Errorf("the checkpoint of an image was deleted with others: %v", err)
+	}
+	if held := d.walked(first)[0].Held; held != "image" {
+		t.Errorf("for policies, the checkpoint of an image is held by %q", held)
 	}
 	for i := range 3 {
 		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			return tx.DeleteProjectImage(ctx, d.project, fmt.Sprint("n", i))
 		})
 	}
-	if pinned(first) || pinned(second) {
-		t.Errorf("without names: pinned %v %v", pinned(first), pinned(second))
+	if err := remove(first); err != nil {
+		t.Errorf("without a name: %v", err)
+	}
+	if err := remove(second); core.CodeOf(err) != core.CodeCheckpointPinned {
+		t.Errorf("a name took the pin of a client with it: %v", err)
+	}
+	if err := put("n0", first); core.CodeOf(err) != core.CodeCheckpointNotFound {
+		t.Errorf("a name for a checkpoint that was deleted: %v", err)
 	}
 }

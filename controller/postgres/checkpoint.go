@@ -129,7 +129,7 @@ func noCheckpoint(id core.CheckpointID) error {
 	return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no checkpoint %s", id)
 }
 
-// LockCheckpoint and DeleteCheckpoint exclude each other by an advisory lock, which works on shared rows too: row locks need
+// LockCheckpoint and PutProjectImage exclude DeleteCheckpoint by an advisory lock, which works on shared rows too: row locks need
 // the right to write.
 func (t *tx) LockCheckpoint(id core.CheckpointID) {
 	t.Soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, pgtx.Args{"id": id})
@@ -308,6 +308,7 @@ type useRow struct {
 	Suspended string               `db:"suspended"`
 	Living    string               `db:"living"`
 	Pinned    bool                 `db:"pinned"`
+	Image     string               `db:"image"`
 }
 
 // refusal says what a node is needed for; nil: for nothing.
@@ -315,6 +316,8 @@ func (u useRow) refusal() error {
 	switch {
 	case u.Pinned:
 		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointPinned, "checkpoint %s is pinned; unpin it first", u.ID)
+	case u.Image != "":
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is the image %s; delete the image first, or build another one with its name", u.ID, u.Image)
 	case u.Operation != "":
 		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is in use by operation %s; delete it when that has ended", u.ID, u.Operation)
 	case u.Suspended != "":
@@ -341,7 +344,8 @@ func (t *tx) uses(ctx context.Context, ids []core.CheckpointID, spare bool) ([]u
 			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = c.id AND `+asleep+` AND w.ended_at IS NULL LIMIT 1), '') AS suspended,
 			coalesce((SELECT w.id FROM workspaces w WHERE @spare AND w.checkpoint_id = c.id AND w.ended_at IS NULL LIMIT 1),
 				(SELECT w.id FROM workspaces w WHERE @spare AND w.parent_checkpoint_id = c.id AND w.ended_at IS NULL LIMIT 1), '') AS living,
-			c.pinned AND c.state IN (`+living+`) AS pinned
+			c.pinned AND c.state IN (`+living+`) AS pinned,
+			coalesce((SELECT i.name FROM project_images i WHERE i.checkpoint_id = c.id AND c.state IN (`+living+`) LIMIT 1), '') AS image
 		FROM unnest(@ids::text[]) AS u (id) CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = u.id LIMIT 1) c WHERE NOT c.pruned`, a)
 }
 
@@ -352,7 +356,8 @@ const asleep = `(w.state = 'suspended' OR w.state = 'restoring' AND w.sandbox_id
 // setDeleted changes the state. What came into use since it was looked at does not meet the conditions of the change.
 const setDeleted = `
 	UPDATE checkpoints SET state = @to, ended_at = coalesce(ended_at, now())
-	WHERE id = ANY(@ids::text[]) AND state = ANY(@from::text[]) AND (NOT pinned OR state = 'failed')
+	WHERE id = ANY(@ids::text[]) AND state = ANY(@from::text[]) AND (state = 'failed'
+			OR NOT pinned AND NOT EXISTS (SELECT 1 FROM project_images i WHERE i.checkpoint_id = checkpoints.id))
 		AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = checkpoints.id AND ` + asleep + ` AND w.ended_at IS NULL)`
 
 func deletedOf(ids ...core.CheckpointID) pgtx.Args {

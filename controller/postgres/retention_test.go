@@ -29,6 +29,7 @@ const wholeSubtree = `
 		CASE WHEN c.state = 'deleted' THEN ''
 			WHEN c.kind = 'template' THEN 'template'
 			WHEN c.pinned THEN 'pinned'
+			WHEN EXISTS (SELECT 1 FROM project_images i WHERE i.checkpoint_id = c.id) THEN 'image'
 			WHEN c.state = 'capturing' OR EXISTS (SELECT 1 FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running')) THEN 'operation'
 			WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended') THEN 'suspended'
 			WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)

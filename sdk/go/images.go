@@ -70,7 +70,7 @@ func (c *Client) BuiltImage(ctx context.Context, name string) (BuiltImage, error
 	return out, err
 }
 
-// DeleteImage removes the name of an image that the project has built. Its checkpoint is no longer pinned.
+// DeleteImage removes the name of an image that the project has built. Its checkpoint stays, and can be deleted then.
 func (c *Client) DeleteImage(ctx context.Context, name string) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "images", name}}, nil)
 }

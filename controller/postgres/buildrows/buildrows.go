@@ -58,7 +58,7 @@ func (r imageRow) image() (builds.Image, error) {
 	return out, nil
 }
 
-// PutProjectImage takes a lock that all changes of a project's images have in common.
+// PutProjectImage counts under a lock.
 func (t *Tx) PutProjectImage(ctx context.Context, project core.ProjectID, image builds.Image, most int) (builds.Image, error) {
 	config, err := json.Marshal(image.Config)
 	if err != nil {
@@ -68,10 +68,11 @@ func (t *Tx) PutProjectImage(ctx context.Context, project core.ProjectID, image 
 	if labels == nil {
 		labels = map[string]string{}
 	}
-	before, err := t.taken(ctx, project, image.Name)
-	if err != nil {
+	if err := t.lock(ctx, project); err != nil {
 		return image, err
 	}
+	// Nobody deletes the checkpoint until the name is committed: see LockCheckpoint of package postgres.
+	t.Soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, pgtx.Args{"id": image.Checkpoint})
 	forkable, err := pgtx.One[bool](ctx, t, nil, `SELECT EXISTS (SELECT FROM checkpoints c WHERE c.id = @checkpoint AND c.project_id = @project AND c.state IN ('captured', 'sealed')) AS forkable`,
 		pgtx.Args{"project": project, "checkpoint": image.Checkpoint})
 	if err == nil && !forkable {
@@ -82,11 +83,10 @@ func (t *Tx) PutProjectImage(ctx context.Context, project core.ProjectID, image 
 	}
 	row, err := pgtx.One[imageRow](ctx, t, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the project has %d images; delete one", most), `
 		WITH c AS (
-			UPDATE checkpoints SET pinned = true, published = published OR @open, version = version + 1
-			WHERE id = @checkpoint AND project_id = @project AND state IN ('captured', 'sealed') RETURNING id
+			UPDATE checkpoints SET published = true WHERE id = @checkpoint AND project_id = @project AND @open AND NOT published
 		)
 		INSERT INTO project_images AS i (project_id, name, checkpoint_id, source, config, operation_id, steps, cached_steps, labels)
-		SELECT @project, @name, c.id, @source, @config::bytea, @operation, @steps::integer, @cached::integer, @labels::jsonb FROM c
+		SELECT @project, @name, @checkpoint, @source, @config::bytea, @operation, @steps::integer, @cached::integer, @labels::jsonb
 		WHERE (SELECT count(*) FROM project_images o WHERE o.project_id = @project AND o.name <> @name) < @most::bigint
 		ON CONFLICT ON CONSTRAINT project_images_pkey DO UPDATE SET checkpoint_id = excluded.checkpoint_id, version = i.version + 1, source = excluded.source,
 			config = excluded.config, operation_id = excluded.operation_id, steps = excluded.steps, cached_steps = excluded.cached_steps, labels = excluded.labels, created_at = now()
@@ -97,28 +97,14 @@ func (t *Tx) PutProjectImage(ctx context.Context, project core.ProjectID, image 
 	if err != nil {
 		return image, err
 	}
-	if before != image.Checkpoint {
-		if err := t.release(ctx, before); err != nil {
-			return image, err
-		}
-	}
 	out, err := row.image()
 	out.Open = image.Open
 	return out, err
 }
 
-// taken locks the images of a project, and returns the checkpoint that a name has.
-func (t *Tx) taken(ctx context.Context, project core.ProjectID, name string) (core.CheckpointID, error) {
-	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_images'), hashtext(@project))`, pgtx.Args{"project": project}); err != nil {
-		return "", err
-	}
-	return pgtx.One[core.CheckpointID](ctx, t, nil, `SELECT i.checkpoint_id FROM project_images i WHERE i.project_id = @project AND i.name = @name`, pgtx.Args{"project": project, "name": name})
-}
-
-// release unpins a checkpoint that no image has any more.
-func (t *Tx) release(ctx context.Context, id core.CheckpointID) error {
-	_, err := t.Exec(ctx, `UPDATE checkpoints SET pinned = false, version = version + 1
-		WHERE id = @id AND pinned AND NOT EXISTS (SELECT FROM project_images i WHERE i.checkpoint_id = @id)`, pgtx.Args{"id": id})
+// lock is a lock that all who count the images of a project take.
+func (t *Tx) lock(ctx context.Context, project core.ProjectID) error {
+	_, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_images'), hashtext(@project))`, pgtx.Args{"project": project})
 	return err
 }
 
@@ -153,17 +139,11 @@ func (t *Tx) ProjectImages(ctx context.Context, project core.ProjectID) ([]build
 
 // DeleteProjectImage deletes.
 func (t *Tx) DeleteProjectImage(ctx context.Context, project core.ProjectID, name string) error {
-	before, err := t.taken(ctx, project, name)
-	if err == nil && before == "" {
+	n, err := t.Exec(ctx, `DELETE FROM project_images WHERE project_id = @project AND name = @name`, pgtx.Args{"project": project, "name": name})
+	if err == nil && n == 0 {
 		err = noImage(name)
 	}
-	if err != nil {
-		return err
-	}
-	if _, err := t.Exec(ctx, `DELETE FROM project_images WHERE project_id = @project AND name = @name`, pgtx.Args{"project": project, "name": name}); err != nil {
-		return err
-	}
-	return t.release(ctx, before)
+	return err
 }
 
 // BuildCheckpoint takes no checkpoint that only a runner without a lease has.

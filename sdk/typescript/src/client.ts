@@ -208,7 +208,7 @@ export class Coppice {
     return this.#context.transport.call("getImage", { path: { image_name: name }, signal: options.signal });
   }
 
-  /** deleteImage removes the name of an image that the project has built. Its checkpoint is no longer pinned. */
+  /** deleteImage removes the name of an image that the project has built. Its checkpoint stays, and can be deleted then. */
   async deleteImage(name: string, options: CallOptions = {}): Promise<void> {
     await this.#context.transport.call("deleteImage", { path: { image_name: name }, signal: options.signal });
   }

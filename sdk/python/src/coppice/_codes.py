@@ -542,13 +542,14 @@ class ProjectNotEmpty(PreconditionError):
 
 
 class CheckpointInUse(PreconditionError):
-    """The checkpoint is being forked, is an image's template, is needed by machines on a host that must fetch it
-    again, or is the checkpoint of a suspended workspace. With `cascade`, this is true of a descendant.
+    """The checkpoint is being forked, is an image's template, is an image of the project, is needed by machines on a
+    host that must fetch it again, or is the checkpoint of a suspended workspace. With `cascade`, this is true of
+    a descendant.
     """
 
     code = "CHECKPOINT_IN_USE"
     hint = (
-        'Delete it later; resume or terminate the workspace. A template stays.'
+        'Delete it later; resume or terminate the workspace; delete the image. A template stays.'
     )
 
 

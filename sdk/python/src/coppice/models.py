@@ -1405,10 +1405,11 @@ class KeepBest(Model):
 
 
 class RetentionPolicy(Model):
-    """The policy covers a checkpoint and its descendants. These are always kept: templates, pinned checkpoints, the
-    sources and heads of living workspaces, and checkpoints that are being forked. `keep_best` and
-    `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes` choose among the rest; without both of them,
-    all of the rest is deleted. At least one of `keep_best`, `max_age_seconds` and `max_bytes` is needed.
+    """The policy covers a checkpoint and its descendants. These are always kept: templates, pinned checkpoints,
+    images that the project has built, the sources and heads of living workspaces, and checkpoints that are being
+    forked. `keep_best` and `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes` choose among the
+    rest; without both of them, all of the rest is deleted. At least one of `keep_best`, `max_age_seconds` and
+    `max_bytes` is needed.
     """
     keep_best: KeepBest | None = None
     keep_path_to_root: bool | None = None

@@ -13,7 +13,7 @@ export const hints = {
   CERTIFICATE_REFUSED: "Check the clocks. A runner that was off for a day joins again with a token of `coppice runner-token create --runner`.",
   CHECKPOINT_CORRUPT: "Fork another checkpoint; check the disk.",
   CHECKPOINT_INCOMPLETE: "Find out what removes objects from the bucket, such as its lifecycle rules; fork another checkpoint.",
-  CHECKPOINT_IN_USE: "Delete it later; resume or terminate the workspace. A template stays.",
+  CHECKPOINT_IN_USE: "Delete it later; resume or terminate the workspace; delete the image. A template stays.",
   CHECKPOINT_NOT_FOUND: "List the checkpoints.",
   CHECKPOINT_NOT_READY: "Fork another checkpoint.",
   CHECKPOINT_PINNED: "`coppice ckpt unpin`.",

@@ -1266,8 +1266,8 @@ export interface KeepBest {
 
 /**
  * The policy covers a checkpoint and its descendants. These are always kept: templates, pinned
- * checkpoints, the sources and heads of living workspaces, and checkpoints that are being
- * forked. `keep_best` and `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes`
+ * checkpoints, images that the project has built, the sources and heads of living workspaces,
+ * and checkpoints that are being forked. `keep_best` and `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes`
  * choose among the rest; without both of them, all of the rest is deleted. At least one of
  * `keep_best`, `max_age_seconds` and `max_bytes` is needed.
  */

@@ -256,7 +256,7 @@ class AsyncCoppice:
         return await self._t.call(Call(op.getImage, {"image_name": name}), models.BuiltImage)
 
     async def delete_image(self, name: str) -> None:
-        """Removes the name of an image that the project has built. Its checkpoint is no longer pinned."""
+        """Removes the name of an image that the project has built. Its checkpoint stays, and can be deleted then."""
         await self._t.run(Call(op.deleteImage, {"image_name": name}))
 
     async def put_upload(self, upload_id: str, data: Archive | os.PathLike[str]) -> models.Upload:

@@ -257,7 +257,7 @@ class Coppice:
         return self._t.call(Call(op.getImage, {"image_name": name}), models.BuiltImage)
 
     def delete_image(self, name: str) -> None:
-        """Removes the name of an image that the project has built. Its checkpoint is no longer pinned."""
+        """Removes the name of an image that the project has built. Its checkpoint stays, and can be deleted then."""
         self._t.run(Call(op.deleteImage, {"image_name": name}))
 
     def put_upload(self, upload_id: str, data: Archive | os.PathLike[str]) -> models.Upload:
