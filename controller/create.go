@@ -39,11 +39,14 @@ type createWorkspace struct {
 
 // CreateWorkspace makes a workspace from an image, as a fork of the image's template. If there is no template, it is made first.
 func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID, req CreateRequest, wait time.Duration) (Answer, error) {
-	if image, err := c.Builds.Image(ctx, project, req.Image); req.Image != "" && core.CodeOf(err) != core.CodeImageNotFound {
-		if err != nil {
+	if req.Image != "" {
+		image, err := c.Builds.Image(ctx, project, req.Image)
+		if err == nil {
+			return c.fromProject(ctx, project, image, req, wait)
+		}
+		if core.CodeOf(err) != core.CodeImageNotFound {
 			return Answer{}, err
 		}
-		return c.fromProject(ctx, project, image, req, wait)
 	}
 	t, err := c.beginCreate(ctx, project, req, wait)
 	if err != nil {

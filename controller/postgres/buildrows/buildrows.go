@@ -178,20 +178,24 @@ func (t *Tx) BuildCheckpoint(ctx context.Context, project core.ProjectID, key st
 	return "", nil
 }
 
-// AppendBuildLog cuts what does not fit.
+// leftOut is the last part of a log that was cut.
+const leftOut = "\nthe rest of the log is left out\n"
+
+// AppendBuildLog leaves out what does not fit. It reads the last part only: a log has many.
 func (t *Tx) AppendBuildLog(ctx context.Context, ref steps.Ref, data []byte, most int64) error {
 	leased, err := pgtx.One[bool](ctx, t, nil, `
 		WITH o AS (
 			SELECT id, project_id FROM operations WHERE id = @op AND lease_epoch = @epoch AND state = 'running' FOR KEY SHARE
 		), e AS (
-			SELECT coalesce((SELECT l.at + length(l.data) FROM build_logs l WHERE l.operation_id = @op ORDER BY l.at DESC LIMIT 1), 0)::bigint AS at
+			SELECT coalesce(max(l.at + length(l.data)), 0)::bigint AS at, coalesce(bool_or(l.data = convert_to(@cut::text, 'UTF8')), false) AS cut
+			FROM (SELECT * FROM build_logs WHERE operation_id = @op ORDER BY at DESC LIMIT 1) l
 		), i AS (
 			INSERT INTO build_logs (operation_id, project_id, at, data) SELECT o.id, o.project_id, e.at,
-				CASE WHEN e.at + length(@data::bytea) > @most::bigint THEN convert_to(E'\nthe rest of the log is left out\n', 'UTF8') ELSE @data::bytea END
-			FROM o, e WHERE e.at <= @most::bigint AND NOT EXISTS (SELECT FROM build_logs l WHERE l.operation_id = @op AND l.data = convert_to(E'\nthe rest of the log is left out\n', 'UTF8'))
+				CASE WHEN e.at + length(@data::bytea) > @most::bigint THEN convert_to(@cut::text, 'UTF8') ELSE @data::bytea END
+			FROM o, e WHERE e.at <= @most::bigint AND NOT e.cut
 			ON CONFLICT DO NOTHING
 		)
-		SELECT EXISTS (SELECT FROM o) AS leased`, pgtx.Args{"op": ref.ID, "epoch": ref.Epoch, "data": data, "most": most})
+		SELECT EXISTS (SELECT FROM o) AS leased`, pgtx.Args{"op": ref.ID, "epoch": ref.Epoch, "data": data, "most": most, "cut": leftOut})
 	if err == nil && !leased {
 		err = operations.ErrLeaseLost
 	}
