@@ -19,11 +19,9 @@ type Tx struct {
 	*pgtx.Tx
 }
 
-// CountBuild takes a lock that the admissions of a project's builds have in common.
+// CountBuild counts under a lock.
 func (t *Tx) CountBuild(ctx context.Context, project core.ProjectID, most int) error {
-	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_builds'), hashtext(@project))`, pgtx.Args{"project": project}); err != nil {
-		return err
-	}
+	t.LockProject(project, "builds")
 	n, err := pgtx.One[int](ctx, t, nil, `SELECT count(*)::integer AS n FROM operations WHERE project_id = @project AND kind = 'build_image' AND state IN ('pending', 'running')`,
 		pgtx.Args{"project": project})
 	if err == nil && n >= most {
@@ -68,9 +66,7 @@ func (t *Tx) PutProjectImage(ctx context.Context, project core.ProjectID, image 
 	if labels == nil {
 		labels = map[string]string{}
 	}
-	if err := t.lock(ctx, project); err != nil {
-		return image, err
-	}
+	t.LockProject(project, "images")
 	// Nobody deletes the checkpoint until the name is committed: see LockCheckpoint of package postgres.
 	t.Soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, pgtx.Args{"id": image.Checkpoint})
 	forkable, err := pgtx.One[bool](ctx, t, nil, `SELECT EXISTS (SELECT FROM checkpoints c WHERE c.id = @checkpoint AND c.project_id = @project AND c.state IN ('captured', 'sealed')) AS forkable`,
@@ -100,12 +96,6 @@ func (t *Tx) PutProjectImage(ctx context.Context, project core.ProjectID, image 
 	out, err := row.image()
 	out.Open = image.Open
 	return out, err
-}
-
-// lock is a lock that all who count the images of a project take.
-func (t *Tx) lock(ctx context.Context, project core.ProjectID) error {
-	_, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_images'), hashtext(@project))`, pgtx.Args{"project": project})
-	return err
 }
 
 func noImage(name string) error {

@@ -95,6 +95,11 @@ func (t *Tx) Soon(sql string, a Args) {
 	t.queue(sql, a)
 }
 
+// LockProject takes a lock that the transactions of a project have in common that count the same things, together with the next statement.
+func (t *Tx) LockProject(project core.ProjectID, things string) {
+	t.Soon(`SELECT pg_advisory_xact_lock(hashtext('coppice_' || @things::text), hashtext(@project))`, Args{"things": things, "project": project})
+}
+
 // flush runs what waits.
 func (t *Tx) flush(ctx context.Context) error {
 	if t.later == nil {

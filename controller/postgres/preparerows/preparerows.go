@@ -44,9 +44,7 @@ const stateColumns = ` CASE WHEN p.expires_at > now() THEN p.count ELSE 0 END AS
 
 // SetPrepared takes a lock that all asks of a project have in common, so that their sum stays within the bound.
 func (t *Tx) SetPrepared(ctx context.Context, project core.ProjectID, id core.CheckpointID, w prepare.Wanted, most int) (prepare.State, error) {
-	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_prepared'), hashtext(@project))`, pgtx.Args{"project": project}); err != nil {
-		return prepare.State{}, err
-	}
+	t.LockProject(project, "prepared")
 	absent := core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s does not exist", id)
 	type found struct {
 		State core.CheckpointState `db:"state"`

@@ -54,9 +54,7 @@ func (t *Tx) InsertStepActions(ctx context.Context, project core.ProjectID, step
 		}
 		requests[i] = b
 	}
-	if _, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_steps'), hashtext(@project))`, pgtx.Args{"project": project}); err != nil {
-		return err
-	}
+	t.LockProject(project, "steps")
 	n, err := t.Exec(ctx, `
 		INSERT INTO step_actions (operation_id, project_id, index, request)
 		SELECT @step, @project, r.at - 1, r.request FROM unnest(@requests::bytea[]) WITH ORDINALITY AS r (request, at)

@@ -27,17 +27,9 @@ type uploadRow struct {
 
 const uploadColumns = `u.id, u.bytes, coalesce(u.sha256, '') AS sha256, u.created_at, u.expires_at, u.data_id, u.parts`
 
-// lock is a lock that all who count the uploads of a project take.
-func (t *Tx) lock(ctx context.Context, project core.ProjectID) error {
-	_, err := t.Exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_uploads'), hashtext(@project))`, pgtx.Args{"project": project})
-	return err
-}
-
 // BeginUpload counts under a lock.
 func (t *Tx) BeginUpload(ctx context.Context, project core.ProjectID, id, data string, count int, life time.Duration) error {
-	if err := t.lock(ctx, project); err != nil {
-		return err
-	}
+	t.LockProject(project, "uploads")
 	n, err := t.Exec(ctx, `
 		INSERT INTO uploads (data_id, project_id, id, expires_at) SELECT @data, @project, @id, now() + make_interval(secs => @life)
 		WHERE (SELECT count(*) FROM uploads WHERE project_id = @project) < @count::bigint`,
@@ -50,9 +42,7 @@ func (t *Tx) BeginUpload(ctx context.Context, project core.ProjectID, id, data s
 
 // AppendUpload counts under a lock.
 func (t *Tx) AppendUpload(ctx context.Context, project core.ProjectID, data string, index int, part []byte, most int64, life time.Duration) error {
-	if err := t.lock(ctx, project); err != nil {
-		return err
-	}
+	t.LockProject(project, "uploads")
 	type counted struct {
 		There bool  `db:"there"`
 		Bytes int64 `db:"bytes"`
@@ -79,9 +69,7 @@ func (t *Tx) AppendUpload(ctx context.Context, project core.ProjectID, data stri
 
 // FinishUpload replaces.
 func (t *Tx) FinishUpload(ctx context.Context, project core.ProjectID, data, sum string, life time.Duration) (uploads.Upload, error) {
-	if err := t.lock(ctx, project); err != nil {
-		return uploads.Upload{}, err
-	}
+	t.LockProject(project, "uploads")
 	if _, err := t.Exec(ctx, `DELETE FROM uploads o USING uploads n
 		WHERE n.data_id = @data AND n.sha256 IS NULL AND o.project_id = n.project_id AND o.id = n.id AND o.sha256 IS NOT NULL`, pgtx.Args{"data": data}); err != nil {
 		return uploads.Upload{}, err
