@@ -156,7 +156,7 @@ func (c *Controller) makeParts() {
 		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.Removed, Log: c.log,
 	}, partStore[storegc.Tx]{store, func(tx AllTx) storegc.Tx { return tx }})
 	c.Transfers = transfer.New(transfer.Config{
-		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.RemoveBelow,
+		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.RemoveBelow, Runners: c.runners,
 		Imported: func(bytes int64) {
 			c.metrics.Stored.Add(float64(bytes))
 			c.Events.Hint()

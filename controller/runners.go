@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/ports"
 	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/previews"
+	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/controller/tree"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -25,6 +26,7 @@ type Runners interface {
 	ports.Runners
 	prepare.Runners
 	previews.Runners
+	transfer.Runners
 	tree.Runners
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
 	Capture(ctx context.Context, endpoint string, sandbox core.SandboxID, c runnerapi.Capture) (runnerapi.Checkpoint, error)

@@ -46,6 +46,7 @@ func newSealer(r *Runner) *sealing.Sealer {
 	return sealing.New(sealing.Config{
 		DataDir: r.cfg.DataDir, Blobs: r.blobs, Keys: &r.keys, Throttle: r.cfg.Store.Throttle, Checkpoints: r.checkpoints, Bases: r.bases, Roots: r.roots,
 		Incomplete: r.lazy, WorkingSets: &r.lazy.WorkingSets, Rehearsals: rehearsals{r}, WhileLeased: r.lease.While, Fenced: lease.ErrFenced, Log: r.cfg.Log,
+		Room: r.room, Enter: r.enter,
 	})
 }
 

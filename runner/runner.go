@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"os"
 	"path/filepath"
@@ -370,6 +371,11 @@ func (r *Runner) ReadFile(ctx context.Context, id core.CheckpointID, req runnera
 // Diff says what differs between two checkpoints of one image: files, and on the first page processes and memory.
 func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi.Diff) (runnerapi.DiffPage, error) {
 	return r.compare.Diff(ctx, from, req)
+}
+
+// Export writes a checkpoint as one file to what begin returns, see sealing.Sealer.Export.
+func (r *Runner) Export(ctx context.Context, id core.CheckpointID, in runnerapi.ExportCheckpoint, begin func(size int64) io.Writer) error {
+	return r.seals.Export(ctx, id, in, begin)
 }
 
 // Rebase replaces a checkpoint's base and delta by a new base with the same bytes. Sandboxes on the old base continue to use it. A

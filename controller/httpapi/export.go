@@ -20,7 +20,7 @@ func (s *server) exportCheckpoint(c echo.Context) error {
 	if err != nil {
 		return err
 	}
-	defer file.Close()
+	defer func() { _ = file.Close() }() // only read
 	h := c.Response().Header()
 	h.Set(headerContent, contentRaw)
 	h.Set("Content-Length", strconv.FormatInt(file.Size, 10))

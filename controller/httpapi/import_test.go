@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -24,31 +25,13 @@ import (
 
 const filePage = manifest.PageSize
 
-// machine is a checkpoint as a runner writes it, with little in it. What h does not say of it is made up.
+// machine is a checkpoint as a runner writes it. What h does not say of it is made up.
 func machine(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Header, seed byte) (*snapshotstore.Written, error) {
 	if h.GuestImage == "" {
 		class := runnerapi.RunnerClass{Arch: "amd64", Accelerator: "tcg", VMM: "qemu", VMMVersion: "7.2", MachineType: "pc-q35-7.2"}
 		h.GuestImage, h.Class, h.Resources = core.DigestOf([]byte{seed}), class.Fields(), core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1}
 	}
-	var images []snapshotstore.Source
-	for i, size := range []int64{int64(h.Resources.MemoryMiB) << 20, int64(h.Resources.DiskGiB) << 30, 9000, 3 << 20} {
-		name := []string{runnerapi.ImageMemory, runnerapi.ImageDisk, runnerapi.ImageState, runnerapi.ImageRoot}[i]
-		images = append(images, snapshotstore.Source{
-			Name: name, Size: size, Changed: []snapshotstore.Range{{Offset: 0, Length: min(size, 40*filePage)}},
-			Read: func(p []byte, off int64) error {
-				r := rand.New(rand.NewPCG(uint64(off), uint64(seed)+uint64(i)<<8))
-				for at := range p {
-					p[at] = byte(r.Uint32())
-				}
-				return nil
-			},
-		})
-	}
-	h.CapturedAt = "2026-11-22T12:00:00Z"
-	if h.Record == nil {
-		h.Record = json.RawMessage(`{"delta_bytes":1,"disk_bytes":2,"device_state_bytes":3,"pause_ms":4.5,"stale_prng_processes":[{"pid":7,"command":"a\u0000b","runtime":"go"}]}`)
-	}
-	return snapshotstore.Write(ctx, blobs, prefix, h, nil, images, snapshotstore.Options{})
+	return runnertest.WriteMachine(ctx, blobs, prefix, h, seed)
 }
 
 // exportedFile is a file of another cluster.

@@ -37,10 +37,11 @@ type Timeouts struct {
 	Capture  time.Duration
 	Template time.Duration // an image is booted, perhaps without KVM
 	Diff     time.Duration // longer than a runner tries
+	Export   time.Duration // until a checkpoint is packed, and for every part of the file
 }
 
 // DefaultTimeouts are what New uses.
-var DefaultTimeouts = Timeouts{Call: 15 * time.Second, Fork: 3 * time.Minute, Capture: 3 * time.Minute, Template: 10 * time.Minute, Diff: 45 * time.Second}
+var DefaultTimeouts = Timeouts{Call: 15 * time.Second, Fork: 3 * time.Minute, Capture: 3 * time.Minute, Template: 10 * time.Minute, Diff: 45 * time.Second, Export: 10 * time.Minute}
 
 const (
 	dialTimeout   = 3 * time.Second

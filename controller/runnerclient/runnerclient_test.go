@@ -31,7 +31,7 @@ func newClient(t *testing.T, secret string) *runnerclient.Client {
 func newClientWith(t *testing.T, secret string, fork time.Duration) *runnerclient.Client {
 	t.Helper()
 	const patience = 5 * time.Minute
-	c := runnerclient.NewWithTimeouts(secret, runnerclient.Timeouts{Call: patience, Fork: fork, Capture: patience, Template: patience, Diff: patience})
+	c := runnerclient.NewWithTimeouts(secret, runnerclient.Timeouts{Call: patience, Fork: fork, Capture: patience, Template: patience, Diff: patience, Export: patience})
 	t.Cleanup(c.Close)
 	return c
 }

@@ -50,6 +50,7 @@ func (r *Runner) Handler() http.Handler {
 	mux.HandleFunc("POST "+runnerapi.PathCheckpointDiff, call(func(ctx context.Context, q *http.Request, in runnerapi.Diff) (any, error) {
 		return r.diff(ctx, core.CheckpointID(q.PathValue("id")), in)
 	}))
+	mux.HandleFunc("POST "+runnerapi.PathCheckpointExport, r.export)
 	mux.HandleFunc("POST "+runnerapi.PathCheckpointFiles, call(func(ctx context.Context, q *http.Request, in runnerapi.ReadFile) (any, error) {
 		return r.readFile(ctx, core.CheckpointID(q.PathValue("id")), in)
 	}))

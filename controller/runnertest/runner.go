@@ -58,6 +58,7 @@ const (
 	PointConnect          = "connect" // id is the sandbox
 	PointDiff             = "diff"
 	PointReadFile         = "read_file"
+	PointExport           = "export"
 	PointRules            = "rules"
 	PointFetch            = "fetch" // before a checkpoint is taken from the store
 )

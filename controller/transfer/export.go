@@ -1,13 +1,14 @@
 package transfer
 
 import (
+	"cmp"
 	"context"
 	"io"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
-	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -16,56 +17,107 @@ type ExportedFile struct {
 	Checkpoint model.Checkpoint
 	Size       int64 // bytes
 
-	t     *Transfers
-	store blob.Blobs // with the keys
-	file  *snapshotstore.Export
-	leave func()
+	write func(ctx context.Context, w io.Writer) error
+	close func() error
 }
 
-// ExportCheckpoint opens a sealed checkpoint, to send it as one file. It fails with CHECKPOINT_NOT_READY if the checkpoint is not sealed yet. If
-// the checkpoint is deleted meanwhile, its objects stay in the store for the grace time.
+// ExportCheckpoint opens a checkpoint, to send it as one file. With a store the file comes from there: the call fails with
+// CHECKPOINT_NOT_READY if the checkpoint is not sealed yet, and if the checkpoint is deleted meanwhile, its objects stay in the store for the
+// grace time. Without a store, the runner that has the checkpoint makes the file.
 func (t *Transfers) ExportCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) (_ *ExportedFile, err error) {
-	if err := t.configured(); err != nil {
+	leave, err := enter(t.exports, "exports")
+	if err != nil {
 		return nil, err
 	}
+	open := t.exportStored
+	if t.cfg.Blobs == nil {
+		open = t.exportFromRunner
+	}
+	file, err := open(ctx, project, id)
+	if err != nil {
+		leave()
+		return nil, err
+	}
+	write, end := file.write, file.close
+	file.write = func(ctx context.Context, w io.Writer) error {
+		if err := write(ctx, w); err != nil {
+			return err
+		}
+		t.cfg.Log.InfoContext(ctx, "checkpoint exported", "checkpoint_id", id, "bytes", file.Size)
+		return nil
+	}
+	file.close = func() error {
+		defer leave()
+		return end()
+	}
+	return file, nil
+}
+
+func (t *Transfers) exportStored(ctx context.Context, project core.ProjectID, id core.CheckpointID) (*ExportedFile, error) {
 	cp, err := t.checkpoint(ctx, project, id)
 	if err != nil {
 		return nil, err
 	}
 	if cp.State != core.CheckpointSealed {
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady,
-			"checkpoint %s is %s, and only what is in the store can be exported; wait until it is sealed (GET it with ?wait=sealed)", id, cp.State)
-	}
-	leave, err := enter(t.exports, "exports")
-	if err != nil {
-		return nil, err
+			"checkpoint %s is %s, and where a store is configured, only a sealed checkpoint can be exported; wait until it is sealed (GET it with ?wait=sealed)", id, cp.State)
 	}
 	store, err := t.cfg.Keys.Store(ctx, *cp.Stored)
 	if err != nil {
-		leave()
 		return nil, err
 	}
 	s, err := snapshotstore.Open(ctx, store, manifest.Ref{Key: cp.Stored.Manifest, Digest: cp.Stored.Digest, Bytes: cp.Stored.Bytes})
 	if err != nil {
-		leave()
 		return nil, err
 	}
 	file, err := snapshotstore.NewExport(s, cp.Image.Name)
 	if err != nil {
-		leave()
 		return nil, err
 	}
-	return &ExportedFile{Checkpoint: cp, Size: file.Size(), t: t, store: store, file: file, leave: leave}, nil
+	return &ExportedFile{
+		Checkpoint: cp, Size: file.Size(),
+		write: func(ctx context.Context, w io.Writer) error { return file.Write(ctx, store, w) },
+		close: func() error { return nil },
+	}, nil
+}
+
+func (t *Transfers) exportFromRunner(ctx context.Context, project core.ProjectID, id core.CheckpointID) (*ExportedFile, error) {
+	type held struct {
+		model.Checkpoint
+		endpoint string
+	}
+	cp, err := inProject(ctx, t.store, project, func(tx Tx) (held, error) {
+		cp, err := tx.Checkpoint(ctx, id)
+		if err != nil {
+			return held{}, err
+		}
+		endpoint, err := tx.BothHolder(ctx, id, id)
+		return held{cp, cmp.Or(endpoint, cp.Endpoint)}, err // a new checkpoint is where it was captured
+	})
+	switch {
+	case err != nil:
+		return nil, err
+	case cp.State != core.CheckpointCaptured && cp.State != core.CheckpointSealed:
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady, "checkpoint %s is %s and cannot be exported", id, cp.State)
+	case cp.endpoint == "":
+		return nil, core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "the host of checkpoint %s cannot be reached, and no store has a copy; try again when the host is back", id)
+	}
+	body, size, err := t.cfg.Runners.ExportCheckpoint(ctx, cp.endpoint, id, runnerapi.ExportCheckpoint{ProjectID: cp.ProjectID, ImageName: cp.Image.Name})
+	if err != nil {
+		return nil, err
+	}
+	return &ExportedFile{
+		Checkpoint: cp.Checkpoint, Size: size,
+		write: func(_ context.Context, w io.Writer) error {
+			_, err := io.CopyN(w, body, size)
+			return err //nolint:wrapcheck // of a connection
+		},
+		close: body.Close,
+	}, nil
 }
 
 // Write writes the file. If it fails, the file is incomplete, and a reader can see this.
-func (f *ExportedFile) Write(ctx context.Context, w io.Writer) error {
-	if err := f.file.Write(ctx, f.store, w); err != nil {
-		return err
-	}
-	f.t.cfg.Log.InfoContext(ctx, "checkpoint exported", "checkpoint_id", f.Checkpoint.ID, "bytes", f.Size)
-	return nil
-}
+func (f *ExportedFile) Write(ctx context.Context, w io.Writer) error { return f.write(ctx, w) }
 
 // Close lets others export.
-func (f *ExportedFile) Close() { f.leave() }
+func (f *ExportedFile) Close() error { return f.close() }

@@ -5,6 +5,7 @@ package transfer
 
 import (
 	"context"
+	"io"
 	"log/slog"
 	"time"
 
@@ -47,6 +48,8 @@ type Tx interface {
 
 	// Checkpoint does not find pruned checkpoints.
 	Checkpoint(ctx context.Context, id core.CheckpointID) (model.Checkpoint, error)
+	// BothHolder returns the endpoint of a runner with a lease that holds both checkpoints; empty when there is none.
+	BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error)
 	// BeginImport inserts an import and returns the prefix of the keys of its objects.
 	BeginImport(ctx context.Context, project core.ProjectID, id core.CheckpointID, lease time.Duration) (prefix string, err error)
 	// RenewImport extends the lease; ErrImportLost.
@@ -59,12 +62,20 @@ type Tx interface {
 	AbandonImports(ctx context.Context) ([]core.CheckpointID, error)
 }
 
+// Runners has the one call of a runner that an export needs.
+type Runners interface {
+	// ExportCheckpoint returns a checkpoint that the runner has as one file, and the size of the file in bytes. The caller closes it.
+	ExportCheckpoint(ctx context.Context, endpoint string, id core.CheckpointID, in runnerapi.ExportCheckpoint) (io.ReadCloser, int64, error)
+}
+
 // Config says what transfers work with.
 type Config struct {
-	Blobs blob.Blobs // the store; nil: nothing can be sent or received
+	Blobs blob.Blobs // the store; nil: nothing can be received, and Runners make the files that are sent
 	Keys  *datakeys.Keeper
 	Clock bootclock.Clock // of leases
 	Log   *slog.Logger
+
+	Runners Runners
 
 	Imported func(bytes int64)                              // hears of each checkpoint that was imported
 	Remove   func(ctx context.Context, prefix string) error // removes at once what a failed import has stored

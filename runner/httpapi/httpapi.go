@@ -122,6 +122,7 @@ func (s *server) handler(authorize func(q *http.Request, route string) error) ht
 	handle("POST", runnerapi.PathCheckpointFiles, call(s, func(ctx context.Context, q *http.Request, in runnerapi.ReadFile) (runnerapi.FilePart, error) {
 		return r.ReadFile(ctx, core.CheckpointID(q.PathValue("id")), in)
 	}))
+	handle("POST", runnerapi.PathCheckpointExport, s.export)
 	handle("DELETE", runnerapi.PathCheckpoint, func(w http.ResponseWriter, q *http.Request) {
 		s.reply(w, nil, r.DeleteCheckpoint(core.CheckpointID(q.PathValue("id"))))
 	})
@@ -180,18 +181,49 @@ func sandboxID(q *http.Request) core.SandboxID { return core.SandboxID(q.PathVal
 func call[In, Out any](s *server, fn func(context.Context, *http.Request, In) (Out, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, q *http.Request) {
 		var in In
-		d := json.NewDecoder(http.MaxBytesReader(w, q.Body, s.most))
-		d.DisallowUnknownFields()
-		if err := d.Decode(&in); err != nil {
-			if large, ok := errors.AsType[*http.MaxBytesError](err); ok {
-				s.reply(w, nil, tooLarge(large.Limit))
-				return
-			}
-			s.reply(w, nil, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "the runner cannot read the request: %s", core.Clip(err.Error())))
+		if err := s.decode(w, q, &in); err != nil {
+			s.reply(w, nil, err)
 			return
 		}
 		out, err := fn(q.Context(), q, in)
 		s.reply(w, out, err)
+	}
+}
+
+func (s *server) decode(w http.ResponseWriter, q *http.Request, in any) error {
+	d := json.NewDecoder(http.MaxBytesReader(w, q.Body, s.most))
+	d.DisallowUnknownFields()
+	err := d.Decode(in)
+	if large, ok := errors.AsType[*http.MaxBytesError](err); ok {
+		return tooLarge(large.Limit)
+	}
+	if err != nil {
+		return core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "the runner cannot read the request: %s", core.Clip(err.Error()))
+	}
+	return nil
+}
+
+// export sends a checkpoint as one file. An answer that has begun and fails is cut short.
+func (s *server) export(w http.ResponseWriter, q *http.Request) {
+	var in runnerapi.ExportCheckpoint
+	if err := s.decode(w, q, &in); err != nil {
+		s.reply(w, nil, err)
+		return
+	}
+	begun := false
+	err := s.runner.Export(q.Context(), core.CheckpointID(q.PathValue("id")), in, func(size int64) io.Writer {
+		begun = true
+		w.Header().Set("Content-Type", "application/octet-stream")
+		w.Header().Set("Content-Length", strconv.FormatInt(size, 10))
+		return w
+	})
+	switch {
+	case err == nil:
+	case !begun:
+		s.reply(w, nil, err)
+	default:
+		s.log.WarnContext(q.Context(), "the export of a checkpoint ended early", "checkpoint_id", q.PathValue("id"), "err", err)
+		panic(http.ErrAbortHandler)
 	}
 }
 

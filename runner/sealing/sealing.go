@@ -1,4 +1,5 @@
-// Package sealing makes the checkpoints of a host durable: it uploads them to the store, one after the other, ancestors first.
+// Package sealing makes the checkpoints of a host durable: it uploads them to the store, one after the other, ancestors first. For a
+// cluster without a store it writes a checkpoint as one file.
 //
 // A checkpoint is sealed when the controller has committed its manifest. A Sealer remembers which checkpoints of the host are sealed, and tries
 // again what failed. Every message to the controller is fenced by the lease of the runner and the number of the attempt.
@@ -6,10 +7,10 @@ package sealing
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"log/slog"
 	"os"
+	"path/filepath"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -18,11 +19,11 @@ import (
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/lazy"
+	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
-	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
 // The steps at which a test makes a runner fail or end.
@@ -75,6 +76,8 @@ type Config struct {
 	Incomplete  Incomplete
 	WorkingSets *lazy.WorkingSets
 	Rehearsals  Rehearsals
+	Room        *room.Room                       // space for exports
+	Enter       func() (leave func(), err error) // the runner does not end before leave is called
 	// WhileLeased returns a context that ends with ctx, or with the runner's lease. Fenced is its cause then.
 	WhileLeased func(ctx context.Context) (context.Context, context.CancelFunc)
 	Fenced      error
@@ -83,12 +86,18 @@ type Config struct {
 
 // Sealer uploads the checkpoints of one host.
 type Sealer struct {
-	cfg   Config
-	queue *queue
+	cfg     Config
+	queue   *queue
+	exports chan struct{} // one element for each that is under way
 }
 
-// New finds out which checkpoints of this host are sealed.
-func New(cfg Config) *Sealer { return &Sealer{cfg: cfg, queue: newQueue(cfg.Checkpoints)} }
+// New finds out which checkpoints of this host are sealed, and removes what an earlier runner had packed for an export.
+func New(cfg Config) *Sealer {
+	if err := os.RemoveAll(filepath.Join(cfg.DataDir, exportsDir)); err != nil {
+		cfg.Log.Warn("what an earlier runner packed for an export was not removed", "err", err)
+	}
+	return &Sealer{cfg: cfg, queue: newQueue(cfg.Checkpoints), exports: make(chan struct{}, maxExports)}
+}
 
 // Poke looks for checkpoints to upload.
 func (s *Sealer) Poke() { s.queue.poke() }
@@ -308,16 +317,9 @@ func (s *Sealer) upload(ctx context.Context, ckpt *checkpoints.Opened, begun run
 	if err != nil {
 		return nil, err
 	}
-	record, err := json.Marshal(runnerapi.StoredRecord{
-		DeltaBytes: ckpt.DeltaBytes, DiskBytes: ckpt.DiskBytes, DeviceStateBytes: ckpt.DeviceStateBytes, PauseMS: ckpt.PauseMS, Timings: ckpt.Timings,
-		ParentReseal: ckpt.ParentReseal, Processes: ckpt.Processes, WorkingSet: s.workingSet(ckpt.Record),
-	})
+	h, err := s.header(ckpt, begun.ProjectID)
 	if err != nil {
 		return nil, err
-	}
-	h := manifest.Header{
-		ProjectID: begun.ProjectID, CheckpointID: ckpt.ID, Parent: ckpt.Parent, CapturedAt: ckpt.CreatedAt.UTC().Format(time.RFC3339Nano), GuestImage: ckpt.Image,
-		Class: ckpt.Class.Fields(), Resources: ckpt.Resources, Record: record,
 	}
 	return snapshotstore.Write(ctx, s.cfg.Blobs, begun.Prefix, h, reference, images, snapshotstore.Options{Dir: s.cfg.DataDir, Throttle: s.cfg.Throttle, Key: key})
 }

@@ -12,9 +12,10 @@ import (
 	"net/url"
 )
 
-// ExportCheckpoint returns a sealed checkpoint as one file, and the file's size in bytes. If the file is not complete,
-// its Read returns an error instead of io.EOF. The caller must close it. If the checkpoint is not sealed, the error is
-// CodeCheckpointNotReady: call WaitSealed first.
+// ExportCheckpoint returns a checkpoint as one file, and the file's size in bytes. If the file is not complete, its
+// Read returns an error instead of io.EOF. The caller must close it. If there is a store and the checkpoint is not
+// sealed, the error is CodeCheckpointNotReady: call WaitSealed first. Without a store, the checkpoint's host packs the
+// file before the call returns.
 func (c *Client) ExportCheckpoint(ctx context.Context, id CheckpointID) (io.ReadCloser, int64, error) {
 	resp, err := c.send(ctx, get("v1", "checkpoints", id, "export")) //nolint:bodyclose // the caller closes it
 	if err != nil {

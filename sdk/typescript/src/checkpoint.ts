@@ -186,7 +186,10 @@ export class Checkpoint {
     return collect(answer.body, maxFile, path);
   }
 
-  /** export streams a sealed checkpoint as one file; Coppice.import reads it. */
+  /**
+   * export streams the checkpoint as one file; Coppice.import reads it. Where there is a store, the checkpoint must be
+   * sealed: see waitSealed. Without a store, its host packs the file first.
+   */
   export(options: CallOptions = {}): Promise<ExportedFile> {
     return exportCheckpoint(this.#context, this.id, options);
   }

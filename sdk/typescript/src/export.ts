@@ -14,7 +14,7 @@ export interface ExportedFile {
   cancel: () => void;
 }
 
-/** exportCheckpoint streams a sealed checkpoint as one file, and compares it with the hash at its end. */
+/** exportCheckpoint streams a checkpoint as one file, and compares it with the hash at its end. */
 export async function exportCheckpoint(context: Context, id: CheckpointID, options: CallOptions): Promise<ExportedFile> {
   const answer = await context.transport.stream("exportCheckpoint", { path: { checkpoint_id: id }, signal: options.signal });
   const length = answer.header("content-length");
