@@ -86,6 +86,9 @@ func mapServerError(pg *pgconn.PgError) error {
 	case "08", "53", "57", "58": // connection, resources, operator intervention, system error
 		return core.Wrapf(pg, core.Unavailable, core.CodeDatabaseUnavailable, "the database (PostgreSQL) is unavailable; repeat the request later")
 	}
+	if pg.SeverityUnlocalized == "FATAL" || pg.SeverityUnlocalized == "PANIC" { // the server has ended the session, or has refused to begin one
+		return core.Wrapf(pg, core.Unavailable, core.CodeDatabaseUnavailable, "the database (PostgreSQL) cannot be used now; repeat the request later")
+	}
 	if pg.Code == "25006" { // read_only_sql_transaction: a standby, or a full disk
 		return core.Wrapf(pg, core.Unavailable, core.CodeDatabaseUnavailable, "the database (PostgreSQL) takes no writes; repeat the request later")
 	}
