@@ -3846,6 +3846,9 @@ type ListOperationsParams struct {
 
 	// CheckpointID Only operations that create this checkpoint or start from it.
 	CheckpointID CheckpointID `form:"checkpoint_id,omitempty" json:"checkpoint_id,omitempty,omitzero"`
+
+	// IdempotencyKey Only the operation that a request with this `Idempotency-Key` has begun, while the key is kept.
+	IdempotencyKey string `form:"idempotency_key,omitempty" json:"idempotency_key,omitempty,omitzero"`
 }
 
 // GetOperationParams defines parameters for GetOperation.
@@ -5323,6 +5326,13 @@ func (w *ServerInterfaceWrapper) ListOperations(ctx echo.Context) error {
 	err = runtime.BindQueryParameterWithOptions("form", true, false, "checkpoint_id", ctx.QueryParams(), &params.CheckpointID, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
 	if err != nil {
 		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter checkpoint_id: %s", err))
+	}
+
+	// ------------- Optional query parameter "idempotency_key" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "idempotency_key", ctx.QueryParams(), &params.IdempotencyKey, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter idempotency_key: %s", err))
 	}
 
 	// Invoke the callback with all the unmarshaled arguments

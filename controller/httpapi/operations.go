@@ -28,7 +28,7 @@ func (s *server) ListOperations(ctx context.Context, r api.ListOperationsRequest
 		return nil, err
 	}
 	list, err := s.control.Operations(ctx, projectOf(ctx), controller.OperationFilter{
-		Page: p, WorkspaceID: core.WorkspaceID(r.Params.WorkspaceID), Checkpoint: core.CheckpointID(r.Params.CheckpointID),
+		Page: p, WorkspaceID: core.WorkspaceID(r.Params.WorkspaceID), Checkpoint: core.CheckpointID(r.Params.CheckpointID), ClaimedBy: r.Params.IdempotencyKey,
 		Kinds:  convert(r.Params.Kind, func(v api.OperationKind) controller.OperationKind { return controller.OperationKind(v) }),
 		States: convert(r.Params.State, func(v api.OperationState) core.OperationState { return core.OperationState(v) }),
 	})

@@ -309,6 +309,20 @@ func TestInFlight(t *testing.T) {
 	if got.status != 409 || p.Code != string(core.CodeIdempotencyInProgress) || p.OperationID == "" || got.header.Get("Idempotency-Replayed") != "" {
 		t.Errorf("%d %s", got.status, got.body)
 	}
+	found := func(key string, c call) {
+		t.Helper()
+		c.method, c.path = "GET", "/v1/operations?idempotency_key="+key
+		var list api.OperationList
+		if err := json.Unmarshal(w.do(c).body, &list); err != nil {
+			t.Fatal(err)
+		}
+		if want := key == "k" && c.key == ""; want != (len(list.Items) == 1) || want && list.Items[0].ID != p.OperationID {
+			t.Errorf("key %s of API key %q: %+v", key, c.key, list.Items)
+		}
+	}
+	found("k", call{})
+	found("other", call{})
+	found("k", call{key: w.secondProject()})
 	close(open)
 	var op api.Operation
 	w.want(200, "GET", "/v1/operations/"+p.OperationID+"?wait=30", nil, &op)

@@ -52,6 +52,7 @@ type Filter struct {
 	States      []core.OperationState
 	WorkspaceID core.WorkspaceID
 	Checkpoint  core.CheckpointID
+	ClaimedBy   string // the idempotency key of the request that began it
 	// CanceledOf wants running operations that are to be canceled and can be at their present step, of one owner of leases.
 	CanceledOf string
 }

@@ -68,6 +68,9 @@ func (t *tx) Operations(ctx context.Context, f controller.OperationFilter) ([]co
 	q.AnyOf("state", pgtx.Texts(f.States))
 	q.Equal("workspace_id", string(f.WorkspaceID))
 	q.Equal("checkpoint_id", string(f.Checkpoint))
+	if f.ClaimedBy != "" {
+		q.Add("o.id = (SELECT k.object_id FROM idempotency_keys k WHERE k.project_id = o.project_id AND k.key = @claim AND k.expires_at > now())", "claim", f.ClaimedBy)
+	}
 	if f.CanceledOf != "" {
 		q.Add("o.cancel_requested_at IS NOT NULL AND o.state = 'running' AND o.lease_owner = @owner AND (o.kind <> 'fork_workspace' OR o.step = 'fork')", "owner", f.CanceledOf)
 	}

@@ -48,6 +48,9 @@ type OperationFilter struct {
 	Kinds        []OperationKind
 	WorkspaceID  WorkspaceID
 	CheckpointID CheckpointID
+
+	// IdempotencyKey is of the request that began the operation. The server keeps keys for 24 hours.
+	IdempotencyKey string
 }
 
 // Operations iterates over the operations that match, newest first. They have no Result.
@@ -55,6 +58,7 @@ func (c *Client) Operations(ctx context.Context, f OperationFilter) iter.Seq2[Op
 	q := url.Values{}
 	set(q, "workspace_id", f.WorkspaceID)
 	set(q, "checkpoint_id", f.CheckpointID)
+	set(q, "idempotency_key", f.IdempotencyKey)
 	for _, s := range f.States {
 		q.Add("state", string(s))
 	}

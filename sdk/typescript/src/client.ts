@@ -52,6 +52,8 @@ export interface OperationFilter extends CallOptions {
   kinds?: models.OperationKind[];
   workspace?: models.WorkspaceID;
   checkpoint?: models.CheckpointID;
+  /** The key of the request that began the operation. The server keeps keys for 24 hours. */
+  idempotencyKey?: string;
 }
 
 const hour = 3_600_000;
@@ -144,7 +146,7 @@ export class Coppice {
 
   /** operations yields the operations of the project, newest first. */
   operations(filter: OperationFilter = {}): AsyncGenerator<models.Operation, void, void> {
-    const query = { state: filter.states, kind: filter.kinds, workspace_id: filter.workspace, checkpoint_id: filter.checkpoint };
+    const query = { state: filter.states, kind: filter.kinds, workspace_id: filter.workspace, checkpoint_id: filter.checkpoint, idempotency_key: filter.idempotencyKey };
     return all(this.#context, "listOperations", { query, signal: filter.signal });
   }
 

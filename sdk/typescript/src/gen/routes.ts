@@ -616,7 +616,7 @@ export interface Operations {
   /** List operations, newest first */
   listOperations: {
     path: {};
-    query: { limit?: number; cursor?: string; state?: models.OperationState[]; kind?: models.OperationKind[]; workspace_id?: models.WorkspaceID; checkpoint_id?: models.CheckpointID };
+    query: { limit?: number; cursor?: string; state?: models.OperationState[]; kind?: models.OperationKind[]; workspace_id?: models.WorkspaceID; checkpoint_id?: models.CheckpointID; idempotency_key?: string };
     body: undefined;
     result: models.OperationList;
   };

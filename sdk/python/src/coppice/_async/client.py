@@ -168,10 +168,14 @@ class AsyncCoppice:
         kinds: Sequence[str] = (),
         workspace_id: str | None = None,
         checkpoint_id: str | None = None,
+        idempotency_key: str | None = None,
         limit: int | None = None,
     ) -> AsyncIterator[models.Operation]:
-        """Operations, newest first, without their results."""
-        query = {"state": list(states), "kind": list(kinds), "workspace_id": workspace_id, "checkpoint_id": checkpoint_id}
+        """Operations, newest first, without their results. An idempotency key is that of the request that began one."""
+        query = {
+            "state": list(states), "kind": list(kinds), "workspace_id": workspace_id, "checkpoint_id": checkpoint_id,
+            "idempotency_key": idempotency_key,
+        }
         async for operation in self._t.pages(Call(op.listOperations, query=query), models.Operation, limit):
             yield operation
 

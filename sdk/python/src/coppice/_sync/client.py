@@ -169,10 +169,14 @@ class Coppice:
         kinds: Sequence[str] = (),
         workspace_id: str | None = None,
         checkpoint_id: str | None = None,
+        idempotency_key: str | None = None,
         limit: int | None = None,
     ) -> Iterator[models.Operation]:
-        """Operations, newest first, without their results."""
-        query = {"state": list(states), "kind": list(kinds), "workspace_id": workspace_id, "checkpoint_id": checkpoint_id}
+        """Operations, newest first, without their results. An idempotency key is that of the request that began one."""
+        query = {
+            "state": list(states), "kind": list(kinds), "workspace_id": workspace_id, "checkpoint_id": checkpoint_id,
+            "idempotency_key": idempotency_key,
+        }
         for operation in self._t.pages(Call(op.listOperations, query=query), models.Operation, limit):
             yield operation
 
