@@ -60,12 +60,16 @@ func (l *layer) controlRoutes() http.Handler {
 		"PUT /sandboxes/{id}/network":             l.updateNetwork,
 		"GET /sandboxes/{id}/logs":                logsV1,
 		"GET /v2/sandboxes/{id}/logs":             logs,
-		"POST /v3/templates":                      refuseBuild,
-		"GET /templates/{id}/files/{hash}":        refuseBuild,
-		"POST /v2/templates/{id}/builds/{bid}":    refuseBuild,
-		"GET /templates/{id}/builds/{bid}/status": refuseBuild,
+		"GET /templates":                          listTemplates,
+		"POST /v3/templates":                      requestBuild,
+		"GET /templates/{id}/files/{hash}":        linkUpload,
+		"POST /v2/templates/{id}/builds/{bid}":    startBuild,
+		"GET /templates/{id}/builds/{bid}/status": buildStatus,
+		"POST /templates/tags":                    refuseTags,
+		"DELETE /templates/tags":                  refuseTags,
 	}
 	mux := http.NewServeMux()
+	mux.HandleFunc("PUT /templates/files/{hash}", l.takeUpload) // its link is its key
 	for pattern, h := range routes {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			ctx, client := l.caller(r)
@@ -109,13 +113,6 @@ func (l *layer) fallback(mux *http.ServeMux) http.Handler {
 		}
 		writeFailure(w, r, shared.Failf(http.StatusNotFound, "there is no route %s %s here", r.Method, shared.Clip(r.URL.Path)))
 	})
-}
-
-func refuseBuild(_ http.ResponseWriter, r *http.Request, c call) error {
-	if _, err := c.Self(r.Context()); err != nil { // a client without a key learns nothing
-		return err
-	}
-	return unsupported("to build a template")
 }
 
 func (l *layer) fail(w http.ResponseWriter, r *http.Request, err error) {

@@ -220,8 +220,17 @@ func TestErrorsHaveTheirForm(t *testing.T) {
 		{ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"` + strings.Repeat("x", 2<<20) + `"}`}, 413},
 		{ask{method: "DELETE", path: "/templates/ns%2Fsnap%3Adefault"}, 404},
 		{ask{method: "GET", path: "/templates/aliases/none"}, 404},
-		{ask{method: "POST", path: "/v3/templates", body: `{}`}, 501},
+		{ask{method: "POST", path: "/v3/templates", body: `{}`}, 400},
 		{ask{method: "POST", path: "/v3/templates", body: `{}`, key: "-"}, 401},
+		{ask{method: "POST", path: "/v3/templates", body: `{"name":"t:v1"}`}, 501},
+		{ask{method: "POST", path: "/v3/templates", body: `{"name":"t","minFreeDiskMb":1}`}, 501},
+		{ask{method: "GET", path: "/templates/t/files/x"}, 400},
+		{ask{method: "PUT", path: "/templates/files/" + strings.Repeat("a", 64) + "?token=x.9999999999.00", key: "-"}, 403},
+		{ask{method: "POST", path: "/v2/templates/t/builds/x", body: `{}`}, 404},
+		{ask{method: "GET", path: "/templates/t/builds/00000000-0000-8000-8000-000000000000/status"}, 404},
+		{ask{method: "GET", path: "/templates/t/builds/00000000-0000-8000-8000-000000000000/status", key: "-"}, 401},
+		{ask{method: "POST", path: "/v2/templates/t/builds/00000000-0000-8000-8000-000000000000", body: `{"steps":[]}`}, 400},
+		{ask{method: "POST", path: "/templates/tags", body: `{}`}, 501},
 		{ask{method: "GET", path: "/v2/sandboxes", host: "evil.example"}, 421},
 	} {
 		r := w.do(c.ask)

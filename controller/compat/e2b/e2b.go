@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/e2b/template"
 	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	"github.com/coppice-dev/coppice/internal/sandboxhost"
@@ -52,6 +53,7 @@ type layer struct {
 	busy    busy
 	control http.Handler
 	daemon  http.Handler
+	logs    template.Places // of builds
 }
 
 // New returns the handler of the layer.

@@ -16,13 +16,14 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
+	"github.com/coppice-dev/coppice/controller/compat/e2b/template"
 	"github.com/coppice-dev/coppice/controller/compat/shared"
 	"github.com/coppice-dev/coppice/internal/inprocess"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 const (
-	rootUser = "root"
+	rootUser = template.Root
 
 	headerAccess = "X-Access-Token"
 )

@@ -7,12 +7,13 @@ import (
 
 	"connectrpc.com/connect"
 
+	"github.com/coppice-dev/coppice/controller/compat/e2b/template"
 	"github.com/coppice-dev/coppice/controller/compat/shared"
 )
 
 // unsupported refuses a feature of E2B that this layer does not have.
 func unsupported(what string) *shared.StatusError {
-	return shared.Failf(http.StatusNotImplemented, "%s: Coppice does not support this through E2B's API; docs/COMPATIBILITY.md lists what it does", what)
+	return template.Unsupported(what)
 }
 
 // notFound is one answer for an absent sandbox and for a sandbox of somebody else.

@@ -36,7 +36,15 @@ type world struct {
 func newWorld(t *testing.T) *world {
 	t.Helper()
 	cell := controllertest.Start(t, func(c *controller.Config) { c.AllowAllEgress = true })
-	control := cell.Control
+	w := &world{t: t, cell: cell, rest: cell.REST, control: cell.Control, runner: cell.Runner}
+	w.url = w.newLayer().url
+	return w
+}
+
+// newLayer is the world through a layer that has served nothing, as that of another controller.
+func (w *world) newLayer() *world {
+	t, cell, control := w.t, w.cell, w.control
+	t.Helper()
 	layer, err := e2b.New(e2b.Config{
 		API: cell.API, Secret: []byte(strings.Repeat("s", 32)), Domain: "sandbox.example", LocalPorts: true, Log: controllertest.Log(t),
 		ActFor: func(ctx context.Context, key string) context.Context { return httpapi.ActFor(ctx, core.KeyID(key)) },
@@ -50,7 +58,9 @@ func newWorld(t *testing.T) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &world{t: t, cell: cell, url: controllertest.Serve(t, layer), rest: cell.REST, control: control, runner: cell.Runner}
+	again := *w
+	again.url = controllertest.Serve(t, layer)
+	return &again
 }
 
 // ask is a request to the layer.

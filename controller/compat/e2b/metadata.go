@@ -8,6 +8,7 @@ import (
 	"net/url"
 	"strings"
 
+	"github.com/coppice-dev/coppice/controller/compat/e2b/template"
 	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -15,23 +16,22 @@ import (
 // The labels of this layer.
 const (
 	labelPrefix   = "e2b/"
-	labelMetadata = "e2b/metadata-" // and the number of a part
-	labelTemplate = "e2b/template"  // as the client named it
-	labelSnapshot = "e2b/snapshot"  // on checkpoints that a client took as snapshots
-	labelName     = "e2b/name"      // the name that a client gave a snapshot
+	labelMetadata = "e2b/metadata-"    // and the number of a part
+	labelTemplate = template.LabelName // as the client named it
+	labelSnapshot = "e2b/snapshot"     // on checkpoints that a client took as snapshots
+	labelName     = "e2b/name"         // the name that a client gave a snapshot
 )
 
 const (
 	partBytes    = 256 // the largest value of a label
 	maxParts     = 40
-	maxTemplate  = 128
-	defaultTag   = "default"
+	defaultTag   = template.DefaultTag
 	snapshotMark = "1"
 )
 
 // labelsOf puts metadata into labels.
-func labelsOf(metadata map[string]string, template string) (coppice.Labels, error) {
-	labels := coppice.Labels{labelTemplate: template}
+func labelsOf(metadata map[string]string, named string) (coppice.Labels, error) {
+	labels := coppice.Labels{labelTemplate: named}
 	if len(metadata) == 0 {
 		return labels, nil
 	}

@@ -12,5 +12,5 @@ import (
 // interpreter's environment.
 func TestPythonClient(t *testing.T) {
 	w := newWorld(t)
-	testpython.Run(t, "e2b", 28, "E2B_API_KEY="+firstKey, "E2B_API_URL="+w.url, "E2B_SANDBOX_URL="+w.url)
+	testpython.Run(t, "e2b", 32, "E2B_API_KEY="+firstKey, "E2B_API_URL="+w.url, "E2B_SANDBOX_URL="+w.url)
 }

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/e2b/template"
 	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -17,8 +18,6 @@ const (
 
 // envdVersion is the version of the daemon that this layer implements: it says which of its features clients may use.
 const envdVersion = "0.6.13"
-
-const defaultTemplate = "base"
 
 // sandboxView is E2B's Sandbox.
 type sandboxView struct {
@@ -230,10 +229,10 @@ func (l *layer) create(timeout int64) handler {
 			return err
 		}
 		if q.TemplateID == "" {
-			q.TemplateID = defaultTemplate
+			q.TemplateID = template.Base
 		}
-		if len(q.TemplateID) > maxTemplate {
-			return shared.Failf(http.StatusBadRequest, "templateID has more than %d characters", maxTemplate)
+		if len(q.TemplateID) > template.MaxName {
+			return shared.Failf(http.StatusBadRequest, "templateID has more than %d characters", template.MaxName)
 		}
 		if err := q.unsupported(); err != nil {
 			return err

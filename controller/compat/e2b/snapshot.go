@@ -6,6 +6,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/compat/e2b/template"
 	"github.com/coppice-dev/coppice/controller/compat/shared"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -17,9 +18,9 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 		return n.fork(r, c, id)
 	}
 	absent := shared.Failf(http.StatusNotFound, "template %q was not found: there is no image and no snapshot with this name", shared.Clip(n.template))
-	if !isSnapshotName(n.template) {
+	for _, image := range imagesOf(n.template) {
 		ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{
-			Image: n.template, TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, OnTTL: n.onTTL, AutoResume: n.autoResume,
+			Image: image, TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, OnTTL: n.onTTL, AutoResume: n.autoResume,
 		})
 		if !errors.Is(err, coppice.CodeImageNotFound) {
 			return ws, err
@@ -33,6 +34,18 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 		return coppice.Workspace{}, absent
 	}
 	return n.fork(r, c, cp.ID)
+}
+
+// imagesOf are the images that a template's name can mean.
+func imagesOf(named string) []string {
+	name := strings.TrimSuffix(named, ":"+defaultTag)
+	if isSnapshotName(name) {
+		return nil
+	}
+	if built := template.ImageName(name); built != name {
+		return []string{built, name}
+	}
+	return []string{name}
 }
 
 func (n newSandbox) fork(r *http.Request, c call, id coppice.CheckpointID) (coppice.Workspace, error) {
@@ -264,10 +277,14 @@ func deleteSnapshot(w http.ResponseWriter, r *http.Request, c call) error {
 			return err
 		}
 		if cp == nil {
-			if _, err := c.Self(r.Context()); err != nil {
-				return err
+			image, err := c.builtImage(r, name)
+			if err == nil {
+				err = c.DeleteImage(r.Context(), image.Name)
 			}
-			return absent
+			if err == nil {
+				w.WriteHeader(http.StatusNoContent)
+			}
+			return err
 		}
 		id = cp.ID
 	}
@@ -289,7 +306,13 @@ func templateExists(w http.ResponseWriter, r *http.Request, c call) error {
 		if err != nil {
 			return err
 		}
-		found = found || image.Name == alias
+		found = found || image.Name == strings.TrimSuffix(alias, ":"+defaultTag)
+	}
+	if !found {
+		_, err := c.builtImage(r, alias)
+		if found = err == nil; err != nil && shared.Translate(err).Status != http.StatusNotFound {
+			return err
+		}
 	}
 	if !found {
 		return shared.Failf(http.StatusNotFound, "template %q was not found", shared.Clip(alias))

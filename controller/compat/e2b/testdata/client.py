@@ -8,10 +8,13 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 
-from e2b import CommandExitException, NotFoundException, Sandbox, SandboxQuery, SandboxState, TimeoutException
+from e2b import (
+    BuildException, CommandExitException, NotFoundException, Sandbox, SandboxQuery, SandboxState, Template, TimeoutException, wait_for_file,
+)
 
 # What only some versions of the package have is left out with the others.
 ABSENT = "absent: the package does not have it"
@@ -317,6 +320,50 @@ def _():
     short.connect(timeout=TIMEOUT)
     assert short.files.read("/tmp/kept") == "kept"
     assert short.kill()
+
+
+def template(directory):
+    """Begins a template, with files of a directory."""
+    t = Template(file_context_path=directory).from_template("base").copy("src", "/srv/app").set_envs({"FROM_TEMPLATE": "yes"}).set_workdir("/srv/app")
+    return t.run_cmd("echo built > /srv/app/built" if REAL else "echo built", user="root")
+
+
+def build(t, name):
+    """Builds a template, and returns the log."""
+    lines = []
+    more = {} if "api_key" in inspect.signature(Template.build).parameters else {"request_timeout": TIMEOUT}
+    Template.build(t, name, cpu_count=1, memory_mb=512, on_build_logs=lambda entry: lines.append(entry.message), **more)
+    return "\n".join(lines)
+
+
+@check("Template.build, Sandbox.create (from a template)")
+def _():
+    with tempfile.TemporaryDirectory() as directory:
+        os.makedirs(f"{directory}/src/below")
+        with open(f"{directory}/src/below/a.txt", "w") as f:
+            f.write("one")
+        t = template(directory)
+        if REAL:  # its program runs in each sandbox from the start
+            t = t.set_start_cmd("echo $$ > /tmp/started; exec sleep 100000", wait_for_file("/tmp/started"))
+        said = build(t, "e2b_Built")
+        assert "Uploaded 'src'" in said and "COPY src /srv/app" in said, said
+        said = build(template(directory), "e2b_Built2")
+        assert "already cached" in said and "CACHED" in said, said
+    if hasattr(Template, "exists"):
+        assert Template.exists("e2b_Built") and not Template.exists("e2b_None")
+    child = Sandbox.create(template="e2b_Built", timeout=TIMEOUT, request_timeout=TIMEOUT)
+    assert child.files.read("/srv/app/below/a.txt") == "one"
+    if REAL:
+        assert child.files.read("/srv/app/built") == "built\n"
+        assert child.commands.run("kill -0 $(cat /tmp/started) && echo $FROM_TEMPLATE; pwd").stdout == "yes\n/srv/app\n"
+    child.kill()
+
+
+@check("Template.build (a command fails)")
+def _():
+    said = refused(lambda: build(Template().from_template("base").run_cmd("exit 3"), "e2b-broken"), BuildException)
+    assert "BUILD_FAILED" in said, said
+    assert "was not found" in refused(lambda: Sandbox.create(template="e2b-broken", timeout=TIMEOUT))
 
 
 @check("Sandbox.kill")

@@ -1,0 +1,22 @@
+// Package template makes builds of images of E2B's template builds. A template is an image of the project,
+// whose labels have E2B's name and id of the build. Everything that later requests need is in the API: the
+// operation of a build is found by the idempotency key of the request that began it.
+package template
+
+import (
+	"net/http"
+
+	"github.com/coppice-dev/coppice/controller/compat/shared"
+)
+
+// The names that every project has.
+const (
+	Base       = "base"    // the image for sandboxes without a template
+	DefaultTag = "default" // the only tag
+	Root       = "root"    // the user if a client names none
+)
+
+// Unsupported refuses a feature of E2B that this layer does not have.
+func Unsupported(what string) *shared.StatusError {
+	return shared.Failf(http.StatusNotImplemented, "%s: Coppice does not support this through E2B's API; docs/COMPATIBILITY.md lists what it does", what)
+}
