@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/builds"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -204,6 +205,29 @@ func TestImageIsRebuilt(t *testing.T) {
 	list, err := w.Fleet().Images(t.Context(), w.project, controller.Page{Limit: 10})
 	if err != nil || len(list) != 1 || list[0].Digest != rebuilt.Digest {
 		t.Errorf("%+v, %v", list, err)
+	}
+}
+
+// TestImageByReference finds a pulled image by every spelling of its reference, and not by that of another tag.
+func TestImageByReference(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	pulled := runnertest.DefaultImage
+	pulled.Name, pulled.Digest = "app-1-4", core.DigestOf([]byte("pulled"))
+	pulled.References = []string{"index.docker.io/library/app:1.4"}
+	w.runner.SetImages(runnertest.DefaultImage, pulled)
+	for _, ref := range []string{"app:1.4", "docker.io/library/app:1.4", "app-1-4"} {
+		if found, err := w.Fleet().FindImage(t.Context(), ref); err != nil || found.Digest != pulled.Digest || found.Name != "app-1-4" {
+			t.Errorf("%s: %+v, %v", ref, found, err)
+		}
+	}
+	for _, ref := range []string{"app", "app:1.5", "registry.example/app:1.4", "app:"} {
+		if found, err := w.Fleet().FindImage(t.Context(), ref); core.CodeOf(err) != core.CodeImageNotFound {
+			t.Errorf("%s: %+v, %v", ref, found, err)
+		}
+	}
+	if image := w.build(builds.Spec{Name: "web", Dockerfile: "FROM app:1.4\n"}); image.From != "app:1.4" {
+		t.Errorf("%+v", image)
 	}
 }
 

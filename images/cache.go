@@ -25,6 +25,8 @@ const (
 	KindBuild   = "build"
 	KindResolve = "resolve"
 	KindOrigin  = "origin"
+	// KindReference is a fact about the reference of a pulled image.
+	KindReference = "reference"
 )
 
 // BuildFact is the cached result of a whole build.
@@ -114,7 +116,7 @@ func (s *Store) pruneCache(ctx context.Context) error {
 				continue
 			}
 			errs = append(errs, s.discard(ctx, path))
-		case strings.HasPrefix(e.Name(), KindBuild+"-"), strings.HasPrefix(e.Name(), KindOrigin+"-"):
+		case strings.HasPrefix(e.Name(), KindBuild+"-"), strings.HasPrefix(e.Name(), KindOrigin+"-"), strings.HasPrefix(e.Name(), KindReference+"-"):
 			var fact BuildFact
 			if s.cacheGet(e.Name(), &fact) {
 				if _, err := os.Lstat(s.imageDir(fact.Digest)); err == nil {

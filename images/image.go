@@ -28,6 +28,8 @@ type Image struct {
 	// CommandLine is the whole kernel command line. It belongs to the image (and so does the clock source it names):
 	// a VMM uses it as it is.
 	CommandLine string
+	// References are the whole references under which the image was pulled, sorted; of an image of List.
+	References []string
 	// CreatedAt is when the image was published in this store. It is not part of the digest.
 	CreatedAt time.Time
 	// SizeBytes is the sum of the files' apparent sizes without the overlay, which is sparse and nearly empty.

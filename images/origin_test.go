@@ -3,6 +3,7 @@ package images
 import (
 	"errors"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"github.com/coppice-dev/coppice/core"
@@ -18,7 +19,7 @@ func TestDerivedNames(t *testing.T) {
 		t.Helper()
 		g, err := s.Stage(t.Context())
 		if err == nil {
-			err = errors.Join(g.RecordOrigin(repository, d), g.Close())
+			err = errors.Join(g.RecordOrigin(repository, d), g.RecordReferences(d, repository+":3.12"), g.Close())
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -37,6 +38,10 @@ func TestDerivedNames(t *testing.T) {
 	record("registry.example/a/python", img.Digest)
 	check("python-3-12", "registry.example/a/python", "")
 	check("python-3-12", "registry.example/b/python", core.CodeNameTaken)
+	references, err := s.references()
+	if err != nil || len(references) != 1 || !slices.Equal(references[img.Digest], []string{"registry.example/a/python:3.12"}) {
+		t.Errorf("references: %v, %v", references, err)
+	}
 	other := mustPublish(t, s, "other", "two")
 	if err := s.Tag(t.Context(), string(other.Digest), "python-3-12"); err != nil {
 		t.Fatal(err)
@@ -46,6 +51,9 @@ func TestDerivedNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	checkTidy(t, s)
+	if references, err := s.references(); err != nil || len(references) != 0 {
+		t.Errorf("references of a removed image: %v, %v", references, err)
+	}
 	if left, err := filepath.Glob(filepath.Join(s.Dir(), cacheDir, KindOrigin+"-*")); err != nil || len(left) > 0 {
 		t.Errorf("notes about a removed image: %v, %v", left, err)
 	}

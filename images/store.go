@@ -61,6 +61,10 @@ func (s *Store) List() ([]Image, error) {
 	if err != nil {
 		return nil, err
 	}
+	references, err := s.references()
+	if err != nil {
+		return nil, err
+	}
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
 		return nil, fmt.Errorf("list images: %w", err)
@@ -80,6 +84,7 @@ func (s *Store) List() ([]Image, error) {
 			errs = append(errs, err)
 			continue
 		}
+		img.References = references[digest]
 		named := false
 		for name, d := range names {
 			if d == digest {

@@ -40,11 +40,6 @@ func (w *build) begin(ctx context.Context, image *Image) ([]plan.Instruction, pl
 		return w.from(ctx, text, base, config, list, row, image)
 	}
 	found, err := w.uses.FindImage(ctx, from)
-	if core.CodeOf(err) == core.CodeImageNotFound {
-		if short := NameOf(from); short != from {
-			found, err = w.uses.FindImage(ctx, short)
-		}
-	}
 	if err != nil {
 		return nil, config, err
 	}

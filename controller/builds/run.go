@@ -483,17 +483,3 @@ func (w *build) account(ctx context.Context, s model.Sandbox, file, name string)
 func (b *Builder) TakeBack(ctx context.Context, job Job, why error) error {
 	return b.uses.Steps.TakeBack(ctx, steps.Step{Ref: job.Ref, Parallel: 1, Created: job.Created, Lease: job.Lease}, why)
 }
-
-// NameOf is the name under which runners have an image of a registry.
-func NameOf(ref string) string {
-	ref = strings.TrimPrefix(strings.TrimPrefix(ref, "docker.io/"), "library/")
-	var out strings.Builder
-	for _, r := range strings.ToLower(ref) {
-		if r >= 'a' && r <= 'z' || r >= '0' && r <= '9' {
-			_, _ = out.WriteRune(r)
-		} else {
-			_ = out.WriteByte('-')
-		}
-	}
-	return strings.Trim(out.String(), "-")
-}

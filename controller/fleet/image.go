@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/imageref"
 )
 
 // askedImages bounds the runners that one request asks for their images.
@@ -22,7 +23,7 @@ const imageRefresh = 10 * time.Second
 type ImageTx interface {
 	// EmptiestRunners returns runners that take new sandboxes, the emptiest first, each with its load. It compares loads in sixteenths.
 	EmptiestRunners(ctx context.Context, f EmptiestFilter) ([]model.Runner, error)
-	// FindImage returns the newest image of a name, or the one with a digest, that a runner with a lease has; IMAGE_NOT_FOUND.
+	// FindImage returns the newest image of a name or of a whole reference, or the one with a digest, that a runner with a lease has; IMAGE_NOT_FOUND.
 	FindImage(ctx context.Context, ref string) (model.Image, error)
 	// Reachable reports whether there is a runner with a lease.
 	Reachable(ctx context.Context) (bool, error)
@@ -121,7 +122,7 @@ func (f *Fleet) askImages(ctx context.Context, anyway bool) error {
 	return failed
 }
 
-// FindImage resolves a name or digest among the images of reachable runners. If runners have different images with a name, the newest
+// FindImage resolves a name, a digest or the reference of a pulled image among the images of reachable runners. If runners have different images with a name, the newest
 // one has it.
 func (f *Fleet) FindImage(ctx context.Context, ref string) (model.Image, error) {
 	if err := f.askImages(ctx, false); err != nil {
@@ -135,7 +136,7 @@ func (f *Fleet) FindImage(ctx context.Context, ref string) (model.Image, error) 
 				}
 				return model.Image{}, err
 			}
-			return tx.FindImage(ctx, ref)
+			return findNamed(ctx, tx, ref)
 		})
 	}
 	image, err := found()
@@ -146,6 +147,22 @@ func (f *Fleet) FindImage(ctx context.Context, ref string) (model.Image, error) 
 		return model.Image{}, err
 	}
 	return found()
+}
+
+// findNamed looks for an image by its name or digest, and then by its reference.
+func findNamed(ctx context.Context, tx ImageTx, ref string) (model.Image, error) {
+	image, err := tx.FindImage(ctx, ref)
+	if core.CodeOf(err) != core.CodeImageNotFound {
+		return image, err
+	}
+	whole, bad := imageref.Whole(ref)
+	if bad != nil {
+		return image, err
+	}
+	if found, other := tx.FindImage(ctx, whole); core.CodeOf(other) != core.CodeImageNotFound {
+		return found, other
+	}
+	return image, err
 }
 
 // Images lists the images of runners.

@@ -263,6 +263,27 @@ func TestImages(t *testing.T) {
 	if diff := cmp.Diff(map[string]core.Digest{"base": rebuilt.Digest, "": old.Digest}, list()); diff != "" {
 		t.Error(diff)
 	}
+	pulled := image("python-3-12", "pulled", 3)
+	pulled.References = []string{"index.docker.io/library/python:3.12", "index.docker.io/library/python@" + string(pulled.Digest)}
+	set(old, rebuilt, pulled)
+	if diff := cmp.Diff(map[string]core.Digest{"base": rebuilt.Digest, "": old.Digest, "python-3-12": pulled.Digest}, list()); diff != "" {
+		t.Error(diff)
+	}
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
+		for _, ref := range append(pulled.References, string(pulled.Digest)) {
+			if found, err := tx.FindImage(ctx, ref); err != nil || found.Digest != pulled.Digest || found.Name != "python-3-12" {
+				t.Errorf("%s: %+v, %v", ref, found, err)
+			}
+		}
+		return nil
+	})
+	set(old, rebuilt) // another image may have the tag now
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
+		if found, err := tx.FindImage(ctx, pulled.References[0]); core.CodeOf(err) != core.CodeImageNotFound {
+			t.Errorf("a reference of an image that is gone: %+v, %v", found, err)
+		}
+		return nil
+	})
 	set()
 	if got := list(); len(got) != 0 {
 		t.Errorf("%v", got)

@@ -63,11 +63,11 @@ type Options struct {
 
 // Pulled is an image of a registry whose layers are in the store.
 type Pulled struct {
-	// Repository is the whole name of the repository, without a tag.
-	Repository string
-	Manifest   core.Digest
-	Layers     []images.Layer // the lowest first
-	Config     images.Config
+	// Reference is the whole name that was pulled, and Repository that of the repository, without a tag.
+	Reference, Repository string
+	Manifest              core.Digest
+	Layers                []images.Layer // the lowest first
+	Config                images.Config
 	// Store has the layers. The caller keeps it open during the build.
 	Store *images.Layers
 }
@@ -253,7 +253,7 @@ func (b *builder) build(ctx context.Context) (images.Image, error) {
 // name points the name at the image.
 func (b *builder) name(d core.Digest) error {
 	if p := b.o.Pulled; p != nil && p.Repository != "" {
-		if err := b.store.RecordOrigin(p.Repository, d); err != nil {
+		if err := errors.Join(b.store.RecordOrigin(p.Repository, d), b.store.RecordReferences(d, p.Reference, p.Repository+"@"+string(p.Manifest))); err != nil {
 			return err
 		}
 	}

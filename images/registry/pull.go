@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/imageref"
 )
 
 // Options say which image to fetch, and from where.
@@ -67,8 +68,6 @@ type Image struct {
 	// Kept are the layers that were in the store before.
 	Kept int
 }
-
-const maxReference = 512 // bytes
 
 type puller struct {
 	o       Options
@@ -190,20 +189,9 @@ func (o Options) withDefaults() Options {
 }
 
 func parseReference(text string, plain map[string]bool) (name.Reference, error) {
-	bad := func(why string) error {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not the name of an image in a registry (%s); such names are python:3.12-slim and registry.example/team/app@sha256:…", core.Clip(text), why)
-	}
-	if len(text) > maxReference {
-		return nil, bad("it is too long")
-	}
-	ref, err := name.ParseReference(text)
+	ref, err := imageref.Parse(text)
 	if err != nil {
-		return nil, bad(core.Clip(err.Error()))
-	}
-	if d, ok := ref.(name.Digest); ok {
-		if _, err := core.ParseDigest(d.DigestStr()); err != nil {
-			return nil, bad("its digest is not a sha256 digest")
-		}
+		return nil, err
 	}
 	if isPlain(ref.Context().Registry, plain) {
 		return name.ParseReference(text, name.Insecure)

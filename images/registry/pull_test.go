@@ -29,6 +29,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/imageref"
 )
 
 // requests counts what a registry was asked for.
@@ -479,7 +480,7 @@ func TestOptions(t *testing.T) {
 		}
 	}
 	for _, o := range []Options{
-		{Reference: strings.Repeat("x", maxReference+1)},
+		{Reference: strings.Repeat("x", imageref.MaxBytes+1)},
 		{Reference: "a@sha512:" + strings.Repeat("0", 128)},
 		{Reference: "a", Mirrors: []string{"http://x"}},
 		{Reference: "a", Mirrors: []string{"x/UPPER"}},

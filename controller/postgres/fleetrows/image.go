@@ -2,12 +2,14 @@ package fleetrows
 
 import (
 	"context"
+	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres/pgtx"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/imageref"
 )
 
 type newImage struct {
@@ -18,13 +20,27 @@ type newImage struct {
 	BuiltAt   time.Time    `json:"built_at"`
 }
 
+// rowsOf has a row for each name of an image, and one for each reference under which it was pulled. Both are in the column name: a name never
+// has a slash, and a whole reference always has one.
+func rowsOf(images []runnerapi.Image) []newImage {
+	rows := make([]newImage, 0, len(images))
+	for _, img := range images {
+		row := newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
+		rows = append(rows, row)
+		for _, r := range img.References {
+			if strings.Contains(r, "/") && len(r) <= imageref.MaxBytes {
+				row.Name = r
+				rows = append(rows, row)
+			}
+		}
+	}
+	return rows
+}
+
 // SetImages replaces what a runner is known to hold, and records the checksum of the list. What is in a runner's own store was put there by the operator: it
 // is published to all projects.
 func (t *Tx) SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error {
-	rows := make([]newImage, len(images))
-	for i, img := range images {
-		rows[i] = newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
-	}
+	rows := rowsOf(images)
 	if _, err := t.Exec(ctx, `UPDATE runner_loads SET images_sum = @sum WHERE runner_id = @runner`, pgtx.Args{"sum": runnerapi.SumImages(images), "runner": runner}); err != nil {
 		return err
 	}
@@ -70,7 +86,7 @@ const imageColumns = ` i.id, i.digest, i.size_bytes, i.built_at, array_agg(DISTI
 // Images lists what runners hold, one entry for each name of an image, newest first.
 func (t *Tx) Images(ctx context.Context, p controller.Page) ([]controller.Image, error) {
 	rows, err := pgtx.Many[imageRow](ctx, t, `
-		SELECT`+imageColumns+`, l.name FROM image_locations l JOIN images i ON i.id = l.image_id
+		SELECT`+imageColumns+`, l.name FROM image_locations l JOIN images i ON i.id = l.image_id WHERE l.name NOT LIKE '%/%'
 		GROUP BY i.id, l.name HAVING (@after::text = '' OR (i.id || '/' || l.name) COLLATE "C" < @after COLLATE "C")
 		ORDER BY (i.id || '/' || l.name) COLLATE "C" DESC LIMIT @limit`, pgtx.Args{"after": p.After, "limit": p.Limit})
 	return pgtx.Map(rows, imageRow.image), err
@@ -87,7 +103,9 @@ type foundImageRow struct {
 	BuiltAt   time.Time    `db:"built_at"`
 }
 
-// FindImage steps through the images that have the name, the last recorded first, however many runners hold each. It takes the newest
+const nameOfImage = `coalesce((SELECT l.name FROM image_locations l WHERE l.image_id = i.id AND l.name NOT LIKE '%/%' ORDER BY l.name DESC LIMIT 1), '')`
+
+// FindImage steps through the images that have the name or the whole reference, the last recorded first, however many runners hold each. It takes the newest
 // of them that a runner with a lease holds.
 func (t *Tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
 	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
@@ -99,9 +117,9 @@ func (t *Tx) FindImage(ctx context.Context, ref string) (controller.Image, error
 				SELECT l.image_id FROM image_locations l WHERE l.name = @ref AND l.image_id < named.image_id ORDER BY l.image_id DESC LIMIT 1
 			) x WHERE named.n < @most
 		), found AS (
-			SELECT i.id, @ref::text AS name, i.digest, i.size_bytes, i.built_at FROM named CROSS JOIN LATERAL (SELECT * FROM images x WHERE x.id = named.image_id LIMIT 1) i
+			SELECT i.id, `+"CASE WHEN @ref::text LIKE '%/%' THEN "+nameOfImage+" ELSE @ref::text END"+` AS name, i.digest, i.size_bytes, i.built_at FROM named CROSS JOIN LATERAL (SELECT * FROM images x WHERE x.id = named.image_id LIMIT 1) i
 			UNION ALL
-			SELECT i.id, coalesce((SELECT l.name FROM image_locations l WHERE l.image_id = i.id ORDER BY l.name DESC LIMIT 1), ''), i.digest, i.size_bytes, i.built_at
+			SELECT i.id, `+nameOfImage+`, i.digest, i.size_bytes, i.built_at
 			FROM images i WHERE i.project_id = @system AND i.digest = @ref
 		)
 		SELECT f.id, f.name, f.digest, f.size_bytes, f.built_at FROM found f WHERE EXISTS (

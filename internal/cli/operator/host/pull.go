@@ -137,7 +137,7 @@ func pullImage(ctx context.Context, a *cli.App, dir string, o registry.Options, 
 			Msg: fmt.Sprintf("%s: %s fetched, %d of %d layers were there", pulled.Reference, render.Size(pulled.Fetched), pulled.Kept, len(pulled.Layers)),
 		})
 	}
-	b.Pulled = &build.Pulled{Repository: pulled.Repository, Manifest: pulled.Manifest, Layers: pulled.Layers, Config: pulled.Config, Store: layers}
+	b.Pulled = &build.Pulled{Reference: pulled.Reference, Repository: pulled.Repository, Manifest: pulled.Manifest, Layers: pulled.Layers, Config: pulled.Config, Store: layers}
 	img, err := build.Image(ctx, store, b)
 	shown()
 	if err != nil {
