@@ -1,0 +1,4 @@
+#!/bin/sh
+set -eu
+cd /workspace/app
+git reset --hard 'HEAD@{1}'

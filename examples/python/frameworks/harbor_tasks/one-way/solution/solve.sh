@@ -1,0 +1,4 @@
+#!/bin/sh
+set -eu
+python3 /workspace/convert.py cp850
+python3 /workspace/check.py
