@@ -3,6 +3,7 @@ package e2b
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"net/http"
@@ -33,6 +34,7 @@ type visit struct {
 	*coppice.Client
 	ws   coppice.WorkspaceID
 	user string // named by the client, or the default
+	dir  string // of processes, if the client names none; empty: the user's home
 }
 
 type visitKey struct{}
@@ -109,7 +111,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 	}
 	defer leave()
 	ctx := l.ActFor(inprocess.WithRemote(r.Context(), r.RemoteAddr), key)
-	v := visit{Client: l.client(""), ws: ws, user: l.User}
+	v := visit{Client: l.client(""), ws: ws}
 	if name, _, basic := r.BasicAuth(); basic && name != "" && !signed { // a signature is for the user in the URL
 		v.user = name
 	}
@@ -125,6 +127,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 		l.refuseVisit(w, r, shared.Translate(err))
 		return
 	}
+	v.user, v.dir = cmp.Or(v.user, row.Labels[labelUser], l.User), row.Labels[labelDir]
 	l.issued.add(ws, key) // the workspace is one of the key's project
 	shared.Unhurry(w)
 	l.daemon.ServeHTTP(w, r.WithContext(context.WithValue(ctx, visitKey{}, v)))

@@ -2,6 +2,7 @@ package e2b
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -79,7 +80,7 @@ func (processes) Start(ctx context.Context, req *connect.Request[process.StartRe
 	m := req.Msg
 	config := m.GetProcess()
 	exec := coppice.ExecRequest{
-		Command: append([]string{config.GetCmd()}, config.GetArgs()...), Cwd: u.resolve(config.GetCwd()), Env: coppice.Env(config.GetEnvs()), User: u.name,
+		Command: append([]string{config.GetCmd()}, config.GetArgs()...), Cwd: u.resolve(cmp.Or(config.GetCwd(), v.dir)), Env: coppice.Env(config.GetEnvs()), User: u.name,
 		StdinOpen: m.Stdin == nil || m.GetStdin(),
 	}
 	if size := m.GetPty().GetSize(); m.GetPty() != nil {

@@ -18,6 +18,9 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 		return n.fork(r, c, id)
 	}
 	absent := shared.Failf(http.StatusNotFound, "template %q was not found: there is no image and no snapshot with this name", shared.Clip(n.template))
+	if err := n.defaults(r, c); err != nil {
+		return coppice.Workspace{}, err
+	}
 	for _, image := range imagesOf(n.template) {
 		ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{
 			Image: image, TTLSeconds: n.ttl, Env: n.env, Labels: n.labels, Network: n.network, OnTTL: n.onTTL, AutoResume: n.autoResume,
@@ -34,6 +37,26 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 		return coppice.Workspace{}, absent
 	}
 	return n.fork(r, c, cp.ID)
+}
+
+// defaults labels the sandbox with what its template says about processes.
+func (n newSandbox) defaults(r *http.Request, c call) error {
+	if isSnapshotName(strings.TrimSuffix(n.template, ":"+defaultTag)) {
+		return nil
+	}
+	image, err := c.builtImage(r, n.template)
+	if err != nil {
+		if status := shared.Translate(err).Status; status == http.StatusNotFound || status == http.StatusForbidden { // whoever may not read it uses it nevertheless
+			return nil
+		}
+		return err
+	}
+	for label, value := range map[string]string{labelUser: image.Config.User, labelDir: image.Config.Workdir} {
+		if value != "" && len(value) <= partBytes {
+			n.labels[label] = value
+		}
+	}
+	return nil
 }
 
 // imagesOf are the images that a template's name can mean.

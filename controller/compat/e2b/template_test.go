@@ -8,6 +8,9 @@ import (
 	"strings"
 	"testing"
 
+	"connectrpc.com/connect"
+
+	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
 	"github.com/coppice-dev/coppice/internal/test/eventually"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -59,7 +62,7 @@ func TestTemplateBuild(t *testing.T) {
 		t.Error("the files were sent")
 	}
 	base := "/templates/" + ids.TemplateID + "/builds/" + ids.BuildID
-	steps := `{"type":"COPY","args":["src","/srv/","",""],"filesHash":"` + hash + `","force":false},{"type":"ENV","args":["A","b"],"force":false},
+	steps := `{"type":"COPY","args":["src","/srv/","",""],"filesHash":"` + hash + `","force":false},{"type":"ENV","args":["A","b"],"force":false},{"type":"WORKDIR","args":["/srv"],"force":false},
 		{"type":"RUN","args":["echo first","root"],"force":false}`
 	body := `{"fromTemplate":"base","force":false,"steps":[` + steps + `]}`
 	w.do(ask{method: "POST", path: "/v2" + base, body: body}).want(t, http.StatusAccepted, nil)
@@ -95,6 +98,12 @@ func TestTemplateBuild(t *testing.T) {
 	if got.Status != http.StatusOK || got.Body != "one" {
 		t.Errorf("the sandbox has %d %q", got.Status, got.Body)
 	}
+	if dir := w.dirOf(sb); dir != "/srv" {
+		t.Errorf("processes are in %q", dir)
+	}
+	if dir := w.dirOf(w.create("", `{"templateID":"base"}`)); dir != "/root" {
+		t.Errorf("processes of a sandbox without a template are in %q", dir)
+	}
 	other, _ := w.tenant("other", coppice.ScopeWorkspaceRead, coppice.ScopeCheckpointRead, coppice.ScopeFleetRead)
 	foreign := w.do(ask{method: "GET", path: base + "/status", key: other})
 	absent := w.do(ask{method: "GET", path: strings.Replace(base, ids.BuildID[:4], "01ff", 1) + "/status", key: other})
@@ -129,6 +138,24 @@ func TestTemplateBounds(t *testing.T) {
 		t.Errorf("%d entries, %+v, %+v", len(s.LogEntries), s, s.Reason)
 	}
 	w.do(ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"t"}`}).want(t, http.StatusNotFound, nil)
+}
+
+// dirOf is where a process is whose client says nothing about it.
+func (w *world) dirOf(s sandbox) string {
+	w.t.Helper()
+	stream, err := w.processes(s).Start(w.t.Context(), connect.NewRequest(&process.StartRequest{Process: &process.ProcessConfig{Cmd: "cat"}}))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer stream.Close()
+	if !stream.Receive() {
+		w.t.Fatal(stream.Err())
+	}
+	list, err := w.processes(s).List(w.t.Context(), connect.NewRequest(&process.ListRequest{}))
+	if err != nil || len(list.Msg.GetProcesses()) != 1 {
+		w.t.Fatalf("%v, %v", list, err)
+	}
+	return list.Msg.GetProcesses()[0].GetConfig().GetCwd()
 }
 
 func builds(t *testing.T, w *world) (n int) {

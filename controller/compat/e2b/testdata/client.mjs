@@ -1,7 +1,10 @@
 // Drives Coppice through the unmodified e2b package of npm, on machines. As client.py does, it prints one JSON object a line for
 // each check: {"method", "verdict", "note"}.
 
-import { Sandbox, NotFoundError, TimeoutError, CommandExitError } from 'e2b'
+import { mkdirSync, mkdtempSync, rmSync, writeFileSync } from 'node:fs'
+import { tmpdir } from 'node:os'
+import { join } from 'node:path'
+import { Sandbox, Template, NotFoundError, TimeoutError, CommandExitError, waitForFile } from 'e2b'
 
 const TIMEOUT = 600_000
 const ABSENT = 'absent: the package does not have it'
@@ -219,6 +222,28 @@ await check('Sandbox.create (pause at the end of its time)', async () => {
   await short.connect({ timeoutMs: TIMEOUT })
   want((await short.files.read('/tmp/kept')) === 'kept', 'the content')
   await short.kill()
+})
+
+await check('Template.build, Sandbox.create (from a template)', async () => {
+  const dir = mkdtempSync(join(tmpdir(), 'template-'))
+  try {
+    mkdirSync(join(dir, 'src', 'below'), { recursive: true })
+    writeFileSync(join(dir, 'src', 'below', 'a.txt'), 'one')
+    const lines = []
+    const t = Template({ fileContextPath: dir }).fromTemplate('base').copy('src', '/srv/app').setEnvs({ FROM_TEMPLATE: 'yes' }).setWorkdir('/srv/app')
+      .runCmd('echo built > /srv/app/built', { user: 'root' }).setStartCmd('echo $$ > /tmp/started; exec sleep 100000', waitForFile('/tmp/started'))
+    const options = { cpuCount: 1, memoryMB: 512, onBuildLogs: (entry) => lines.push(entry.message), requestTimeoutMs: TIMEOUT }
+    if (Template.exists) await Template.build(t, 'e2b_Built', options)
+    else await Template.build(t, { alias: 'e2b_Built', ...options })
+    want(lines.some((line) => line.includes('COPY src /srv/app')), lines.join('\n'))
+  } finally {
+    rmSync(dir, { recursive: true })
+  }
+  const child = await Sandbox.create('e2b_Built', { timeoutMs: TIMEOUT, requestTimeoutMs: TIMEOUT })
+  want((await child.files.read('/srv/app/below/a.txt')) === 'one', 'the copied file')
+  const said = await child.commands.run('kill -0 $(cat /tmp/started) && echo $FROM_TEMPLATE; pwd; cat built')
+  want(said.stdout === 'yes\n/srv/app\nbuilt\n', said.stdout)
+  await child.kill()
 })
 
 await check('Sandbox.kill', async () => {
