@@ -495,6 +495,7 @@ const (
 	OperationRestoreWorkspace   OperationKind = "restore_workspace"
 	OperationResumeWorkspace    OperationKind = "resume_workspace"
 	OperationStepCheckpoint     OperationKind = "step_checkpoint"
+	OperationStepWorkspace      OperationKind = "step_workspace"
 	OperationSuspendWorkspace   OperationKind = "suspend_workspace"
 	OperationTerminateWorkspace OperationKind = "terminate_workspace"
 )
@@ -521,6 +522,8 @@ func (e OperationKind) Valid() bool {
 	case OperationResumeWorkspace:
 		return true
 	case OperationStepCheckpoint:
+		return true
+	case OperationStepWorkspace:
 		return true
 	case OperationSuspendWorkspace:
 		return true
@@ -717,6 +720,27 @@ func (e StepKeep) Valid() bool {
 	case KeepNothing:
 		return true
 	case KeepWorkspace:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for StepWhen.
+const (
+	StepAlways    StepWhen = "always"
+	StepOnChange  StepWhen = "on_change"
+	StepOnSuccess StepWhen = "on_success"
+)
+
+// Valid indicates whether the value is a known member of the StepWhen enum.
+func (e StepWhen) Valid() bool {
+	switch e {
+	case StepAlways:
+		return true
+	case StepOnChange:
+		return true
+	case StepOnSuccess:
 		return true
 	default:
 		return false
@@ -2265,7 +2289,7 @@ type Operation struct {
 	// Result Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
-	// PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
+	// PruneResult (prune_checkpoints), StepActionResult (step_workspace), StepResult (step_checkpoint; also if it was canceled, with
 	// the actions that had ended), BuildResult (build_image).
 	Result    json.RawMessage `json:"result,omitempty,omitzero"`
 	StartedAt time.Time       `json:"started_at,omitempty,omitzero"`
@@ -3105,8 +3129,9 @@ type StepAction struct {
 	User string `json:"user,omitempty,omitzero"`
 }
 
-// StepActionResult With `problem`, the action failed and left nothing behind. Without it, the files were
-// written and the command has ended, whatever its exit code is.
+// StepActionResult With `problem`, the action failed and left nothing behind; a step of a workspace has made no
+// checkpoint. Without it, the files were written and the command has ended, whatever its exit
+// code is.
 type StepActionResult struct {
 	// CheckpointID The node, if `kept` is `checkpoint`.
 	CheckpointID CheckpointID `json:"checkpoint_id,omitempty,omitzero"`
@@ -3124,11 +3149,17 @@ type StepActionResult struct {
 	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
 	// the action, the exit code and the score. Clients can set this annotation on other
 	// checkpoints, so it proves nothing.
-	Kept    StepKeep `json:"kept"`
-	Problem *Failure `json:"problem,omitempty"`
+	Kept StepKeep `json:"kept"`
+
+	// OperationID Of a step of a workspace.
+	OperationID OperationID `json:"operation_id,omitempty,omitzero"`
+	Problem     *Failure    `json:"problem,omitempty"`
 
 	// Score See `StepCondition`.
 	Score *float64 `json:"score,omitempty"`
+
+	// SessionID Of the command of a step of a workspace.
+	SessionID SessionID `json:"session_id,omitempty,omitzero"`
 
 	// Signal The signal that ended it.
 	//
@@ -3151,7 +3182,10 @@ type StepActionResult struct {
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
 
-	// WorkspaceID The workspace that was forked. The workspace still exists only if `kept` is `workspace`.
+	// Unchanged The condition `on_change` or `changed` did not hold: the machine is as before the command.
+	Unchanged bool `json:"unchanged,omitempty,omitzero"`
+
+	// WorkspaceID The workspace. If it was forked, it still exists only if `kept` is `workspace`.
 	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
 }
 
@@ -3163,6 +3197,8 @@ type StepActionResultEncoding string
 // line does not begin within the last 64 KiB. If the command has no score, `min_score` and
 // `max_score` do not hold.
 type StepCondition struct {
+	// Changed Only if the command has changed the machine, as `on_change` of a step of a workspace.
+	Changed  bool `json:"changed,omitempty,omitzero"`
 	ExitCode *int `json:"exit_code,omitempty"`
 
 	// MaxScore Inclusive.
@@ -3243,6 +3279,10 @@ type StepResult struct {
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
 }
+
+// StepWhen When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
+// machine is as before), or `on_success` (if the exit code is 0).
+type StepWhen string
 
 // StoreData defines model for StoreData.
 type StoreData struct {
@@ -3589,6 +3629,38 @@ type WorkspaceStall struct {
 
 // WorkspaceState docs/STATE_MACHINES.md lists the transitions.
 type WorkspaceState string
+
+// WorkspaceStepRequest At least a command or a file. The files are written before the command runs.
+type WorkspaceStepRequest struct {
+	Checkpoint CreateCheckpointRequest `json:"checkpoint,omitempty,omitzero"`
+
+	// Command Program and arguments, as for `exec`.
+	Command []string `json:"command,omitempty,omitzero"`
+
+	// Cwd As for `exec`.
+	Cwd string `json:"cwd,omitempty,omitzero"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env   Env        `json:"env,omitempty,omitzero"`
+	Files []StepFile `json:"files,omitempty,omitzero"`
+
+	// Stdin Text that the program gets as input. Not together with `stdin_base64`.
+	Stdin string `json:"stdin,omitempty,omitzero"`
+
+	// StdinBase64 The same for bytes that are not UTF-8.
+	StdinBase64 []byte `json:"stdin_base64,omitempty,omitzero"`
+
+	// TimeoutMS Kill the program's processes after this time. Default: 60000.
+	TimeoutMS int64 `json:"timeout_ms,omitempty,omitzero"`
+
+	// User As for `exec`.
+	User string `json:"user,omitempty,omitzero"`
+
+	// When When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
+	// machine is as before), or `on_success` (if the exit code is 0).
+	When StepWhen `json:"when,omitempty,omitzero"`
+}
 
 // AsUser defines model for AsUser.
 type AsUser = string
@@ -4076,6 +4148,15 @@ type ListSessionsParams struct {
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
+// StepWorkspaceParams defines parameters for StepWorkspace.
+type StepWorkspaceParams struct {
+	// Wait Wait up to this many seconds for the operation. Default: 60.
+	Wait *Wait `form:"wait,omitempty" json:"wait,omitempty"`
+
+	// IdempotencyKey Identifies this request, so that a repeat of it creates nothing new; see Repeats. Printable ASCII, of which the first is no space.
+	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
 // SuspendWorkspaceParams defines parameters for SuspendWorkspace.
 type SuspendWorkspaceParams struct {
 	// Wait Wait up to this many seconds for the operation. Default: 60.
@@ -4168,6 +4249,9 @@ type RestoreWorkspaceJSONRequestBody = RestoreWorkspaceRequest
 
 // PutGrantJSONRequestBody defines body for PutGrant for application/json ContentType.
 type PutGrantJSONRequestBody = PutGrantRequest
+
+// StepWorkspaceJSONRequestBody defines body for StepWorkspace for application/json ContentType.
+type StepWorkspaceJSONRequestBody = WorkspaceStepRequest
 
 // CreateWatchJSONRequestBody defines body for CreateWatch for application/json ContentType.
 type CreateWatchJSONRequestBody = CreateWatchRequest
@@ -4423,6 +4507,9 @@ type ServerInterface interface {
 	// ListSessions List the sessions of the workspace's present epoch, newest first
 	// (GET /v1/workspaces/{workspace_id}/sessions)
 	ListSessions(ctx echo.Context, workspaceID WorkspaceID, params ListSessionsParams) error
+	// StepWorkspace Run a program, then make a checkpoint
+	// (POST /v1/workspaces/{workspace_id}/step)
+	StepWorkspace(ctx echo.Context, workspaceID WorkspaceID, params StepWorkspaceParams) error
 	// SuspendWorkspace Checkpoint a workspace and stop it
 	// (POST /v1/workspaces/{workspace_id}/suspend)
 	SuspendWorkspace(ctx echo.Context, workspaceID WorkspaceID, params SuspendWorkspaceParams) error
@@ -6606,6 +6693,48 @@ func (w *ServerInterfaceWrapper) ListSessions(ctx echo.Context) error {
 	return err
 }
 
+// StepWorkspace converts echo context to params.
+func (w *ServerInterfaceWrapper) StepWorkspace(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params StepWorkspaceParams
+	// ------------- Optional query parameter "wait" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", ctx.QueryParams(), &params.Wait, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter wait: %s", err))
+	}
+
+	headers := ctx.Request().Header
+	// ------------- Optional header parameter "Idempotency-Key" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Idempotency-Key")]; found {
+		var IdempotencyKey IdempotencyKey
+		n := len(valueList)
+		if n != 1 {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Expected one value for Idempotency-Key, got %d", n))
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Idempotency-Key", valueList[0], &IdempotencyKey, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter Idempotency-Key: %s", err))
+		}
+
+		params.IdempotencyKey = IdempotencyKey
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.StepWorkspace(ctx, workspaceID, params)
+	return err
+}
+
 // SuspendWorkspace converts echo context to params.
 func (w *ServerInterfaceWrapper) SuspendWorkspace(ctx echo.Context) error {
 	var err error
@@ -6798,6 +6927,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/ports", wrapper.CreatePort, options.OperationMiddlewares["createPort"]...)
 	router.DELETE(options.BaseURL+"/v1/workspaces/:workspace_id/ports/:port_id", wrapper.DeletePort, options.OperationMiddlewares["deletePort"]...)
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/exec", wrapper.Exec, options.OperationMiddlewares["exec"]...)
+	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/step", wrapper.StepWorkspace, options.OperationMiddlewares["stepWorkspace"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/sessions", wrapper.ListSessions, options.OperationMiddlewares["listSessions"]...)
 	router.DELETE(options.BaseURL+"/v1/sessions/:session_id", wrapper.DeleteSession, options.OperationMiddlewares["deleteSession"]...)
 	router.GET(options.BaseURL+"/v1/sessions/:session_id", wrapper.GetSession, options.OperationMiddlewares["getSession"]...)
@@ -10338,6 +10468,61 @@ func (response ListSessionsdefaultApplicationProblemPlusJSONResponse) VisitListS
 	return err
 }
 
+type StepWorkspaceRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	Params      StepWorkspaceParams
+	Body        *StepWorkspaceJSONRequestBody
+}
+
+type StepWorkspaceResponseObject interface {
+	VisitStepWorkspaceResponse(w http.ResponseWriter) error
+}
+
+type StepWorkspace200JSONResponse StepActionResult
+
+func (response StepWorkspace200JSONResponse) VisitStepWorkspaceResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type StepWorkspace202JSONResponse struct{ AcceptedJSONResponse }
+
+func (response StepWorkspace202JSONResponse) VisitStepWorkspaceResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(202)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type StepWorkspacedefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response StepWorkspacedefaultApplicationProblemPlusJSONResponse) VisitStepWorkspaceResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type SuspendWorkspaceRequestObject struct {
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 	Params      SuspendWorkspaceParams
@@ -10849,6 +11034,9 @@ type StrictServerInterface interface {
 	// ListSessions List the sessions of the workspace's present epoch, newest first
 	// (GET /v1/workspaces/{workspace_id}/sessions)
 	ListSessions(ctx context.Context, request ListSessionsRequestObject) (ListSessionsResponseObject, error)
+	// StepWorkspace Run a program, then make a checkpoint
+	// (POST /v1/workspaces/{workspace_id}/step)
+	StepWorkspace(ctx context.Context, request StepWorkspaceRequestObject) (StepWorkspaceResponseObject, error)
 	// SuspendWorkspace Checkpoint a workspace and stop it
 	// (POST /v1/workspaces/{workspace_id}/suspend)
 	SuspendWorkspace(ctx context.Context, request SuspendWorkspaceRequestObject) (SuspendWorkspaceResponseObject, error)
@@ -13593,6 +13781,55 @@ func (sh *strictHandler) ListSessions(ctx echo.Context, workspaceID WorkspaceID,
 		return err
 	} else if validResponse, ok := response.(ListSessionsResponseObject); ok {
 		return validResponse.VisitListSessionsResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// StepWorkspace operation middleware
+func (sh *strictHandler) StepWorkspace(ctx echo.Context, workspaceID WorkspaceID, params StepWorkspaceParams) error {
+	var request StepWorkspaceRequestObject
+
+	request.WorkspaceID = workspaceID
+	request.Params = params
+
+	var body StepWorkspaceJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.StepWorkspace(ctx.Request().Context(), request.(StepWorkspaceRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "StepWorkspace")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(StepWorkspaceResponseObject); ok {
+		return validResponse.VisitStepWorkspaceResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -13,7 +13,7 @@ func (c *Controller) Operations(ctx context.Context, project core.ProjectID, f O
 }
 
 // cancelable are the kinds of operations that can be canceled: they make workspaces, and to undo that changes nothing that was there before.
-var cancelable = map[OperationKind]bool{OpCreateWorkspace: true, OpForkCheckpoint: true, OpForkWorkspace: true, OpRestoreCheckpoint: true, OpStepCheckpoint: true, OpBuildImage: true}
+var cancelable = map[OperationKind]bool{OpCreateWorkspace: true, OpForkCheckpoint: true, OpForkWorkspace: true, OpRestoreCheckpoint: true, OpStepCheckpoint: true, OpBuildImage: true, OpStepWorkspace: true}
 
 // CancelOperation ends an operation before its time: what it has begun is undone, and it fails with OPERATION_CANCELED. The capture of a
 // fork of a workspace is finished first. It is no error if the operation has ended.

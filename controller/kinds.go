@@ -22,6 +22,7 @@ const (
 	OpResumeWorkspace    OperationKind = "resume_workspace"
 	OpPruneCheckpoints   OperationKind = "prune_checkpoints"
 	OpStepCheckpoint     OperationKind = "step_checkpoint"
+	OpStepWorkspace      OperationKind = "step_workspace"
 	OpBuildImage         OperationKind = "build_image"
 )
 
@@ -52,6 +53,7 @@ var kinds = map[OperationKind]func() kind{
 	OpResumeWorkspace:    func() kind { return new(resumeWorkspace) },
 	OpPruneCheckpoints:   func() kind { return new(pruneCheckpoints) },
 	OpStepCheckpoint:     func() kind { return new(stepCheckpoint) },
+	OpStepWorkspace:      func() kind { return new(stepCheckpoint) },
 	OpBuildImage:         func() kind { return new(buildImage) },
 }
 

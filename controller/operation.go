@@ -160,7 +160,7 @@ func (c *Controller) result(ctx context.Context, tx Tx, op Operation) (Result, e
 		}
 		result.Children = append(result.Children, next)
 	}
-	if op.Kind == OpStepCheckpoint {
+	if op.Kind == OpStepCheckpoint || op.Kind == OpStepWorkspace {
 		result.Steps, err = tx.StepResults(ctx, op.ID, nil)
 	}
 	if out.Checkpoint == "" {

@@ -8,7 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// stepCheckpoint is the kind step_checkpoint: it tries several actions from a checkpoint. Package steps does the work.
+// stepCheckpoint is the kind step_checkpoint, which tries several actions from a checkpoint, and the kind step_workspace, which does one action
+// in a workspace. Package steps does the work.
 type stepCheckpoint struct {
 	madeNothing
 
@@ -30,7 +31,7 @@ func (c *Controller) Step(ctx context.Context, project core.ProjectID, id core.C
 			err = notForkable(source)
 		}
 		if err == nil {
-			err = steps.Admit(ctx, tx, project, op.ID, actions)
+			err = steps.Admit(ctx, tx, *op, actions)
 		}
 		return &stepCheckpoint{Parallel: parallel, Fork: fork}, err
 	})
@@ -48,7 +49,7 @@ func (k *stepCheckpoint) step(c *Controller, t *task) steps.Step {
 		_, err := c.beginFork(ctx, op.ProjectID, OpForkCheckpoint, asFork, op.CheckpointID, req, c.cfg.AdmissionWait)
 		return err
 	}
-	return steps.Step{Ref: steps.Ref{ID: op.ID, Project: op.ProjectID, Epoch: op.LeaseEpoch}, Parallel: k.Parallel, Created: op.CreatedAt, Fork: fork, Lease: t.CheckLease}
+	return steps.Step{Ref: steps.Ref{ID: op.ID, Project: op.ProjectID, Epoch: op.LeaseEpoch}, Parallel: k.Parallel, Created: op.CreatedAt, Borrowed: op.WorkspaceID, Fork: fork, Lease: t.CheckLease}
 }
 
 func (k *stepCheckpoint) work(ctx context.Context, c *Controller, t *task) error {
@@ -58,6 +59,9 @@ func (k *stepCheckpoint) work(ctx context.Context, c *Controller, t *task) error
 	t.Lap("act")
 	return t.Finish(ctx, func(ctx context.Context, tx Tx) (any, Result, error) {
 		list, err := tx.StepResults(ctx, t.ID(), nil)
+		if err == nil && t.Op().Kind == OpStepWorkspace {
+			err = steps.Failure(list)
+		}
 		return Outcome{}, Result{Steps: list}, err
 	})
 }
@@ -67,6 +71,29 @@ func (k *stepCheckpoint) undo(ctx context.Context, c *Controller, t *task, why e
 	return c.Steps.TakeBack(ctx, k.step(c, t), why)
 }
 
+// StepWorkspace carries out an action in a workspace, and then makes a checkpoint of the workspace.
+func (c *Controller) StepWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, when steps.When, a steps.Action, wait time.Duration) (Answer, error) {
+	a, err := steps.Within(when, a)
+	if err != nil {
+		return Answer{}, err
+	}
+	op := Operation{ProjectID: project, Kind: OpStepWorkspace, Step: "act", WorkspaceID: id}
+	t, err := c.begin(ctx, op, func(ctx context.Context, tx Tx, op *Operation, _ int) (kind, error) {
+		w, err := tx.Workspace(ctx, id)
+		if err == nil && !w.Asleep() {
+			err = w.Reachable()
+		}
+		if err == nil {
+			err = steps.AdmitWithin(ctx, tx, *op, a)
+		}
+		return &stepCheckpoint{Parallel: 1}, err
+	})
+	if err != nil {
+		return Answer{}, err
+	}
+	return t.Await(ctx, wait)
+}
+
 // newSteps gives the actions of steps the use cases of separate requests.
 func newSteps(c *Controller) *steps.Stepper {
 	return steps.New(steps.Uses{
@@ -74,7 +101,7 @@ func newSteps(c *Controller) *steps.Stepper {
 			_, err := c.beginCaptureInTurn(ctx, project, id, c.cfg.AdmissionWait, capturing{
 				kind: OpCreateCheckpoint, request: CheckpointRequest{node.Name, node.Labels, node.Annotations, node.Pinned, node.Prepare},
 				as: func(ctx context.Context, tx Tx, in captureInput, _ int) (kind, error) {
-					return &createCheckpoint{in}, note(ctx, tx, steps.Begun{Checkpoint: in.Capture})
+					return &createCheckpoint{in}, note(ctx, tx, steps.Begun{Checkpoint: in.Capture, Epoch: in.Epoch})
 				},
 			})
 			return err
@@ -103,6 +130,6 @@ func newSteps(c *Controller) *steps.Stepper {
 			return true, nil
 		},
 		Workspace: c.Workspace, Checkpoint: c.Tree.Checkpoint,
-		Write: c.guests.PutFile, Audit: c.Tenancy.AuditFile, Exec: c.ExecOnce, Insist: c.forks.Insist,
+		Write: c.guests.PutFile, Audit: c.Tenancy.AuditFile, Exec: c.ExecOnce, Mark: c.Mark, Insist: c.forks.Insist,
 	}, partStore[steps.Tx]{c.store.Store, func(tx AllTx) steps.Tx { return tx }}, c.log)
 }

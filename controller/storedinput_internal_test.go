@@ -57,6 +57,9 @@ func TestStoredInputs(t *testing.T) {
 		{OpStepCheckpoint, `{"parallel":8,` + request + `}`, &stepCheckpoint{Parallel: 8, Fork: ForkRequest{
 			Allow: &[]string{"example.com"}, Env: map[string]string{"A": "1"}, Labels: map[string]string{"b": "2"}, TTL: 60, Grants: grants.Choice{Names: []string{"token"}},
 		}}},
+		{OpStepWorkspace, `{"parallel":1,` + request + `}`, &stepCheckpoint{Parallel: 1, Fork: ForkRequest{
+			Allow: &[]string{"example.com"}, Env: map[string]string{"A": "1"}, Labels: map[string]string{"b": "2"}, TTL: 60, Grants: grants.Choice{Names: []string{"token"}},
+		}}},
 	} {
 		seen[c.kind] = true
 		op := Operation{ID: "op_1", Kind: c.kind, Input: json.RawMessage(c.stored)}

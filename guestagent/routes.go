@@ -4,11 +4,13 @@ package guestagent
 
 import (
 	"net/http"
+	"strings"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/guestagent/loopback"
+	"github.com/coppice-dev/coppice/guestagent/mark"
 	"github.com/coppice-dev/coppice/guestagent/procfs"
 )
 
@@ -47,6 +49,7 @@ func (a *Agent) routes() http.Handler {
 	public("GET "+guestapi.PathWatchEvents, a.watchEvents)
 	public("GET "+guestapi.PathProcesses, a.getProcesses)
 	public("GET "+guestapi.PathPorts, a.getPorts)
+	public("GET "+guestapi.PathMark, a.getMark)
 	public("GET "+guestapi.PathPortConnect, loopback.Connect)
 	control("/", func(http.ResponseWriter, *http.Request) error {
 		return core.Errorf(core.NotFound, core.CodeRouteNotFound, "the agent has no such route")
@@ -60,6 +63,21 @@ func (a *Agent) getProcesses(w http.ResponseWriter, _ *http.Request) error {
 		return err
 	}
 	answer.WriteJSON(w, http.StatusOK, list)
+	return nil
+}
+
+// getMark flushes the disk first, so that what was written is counted.
+func (a *Agent) getMark(w http.ResponseWriter, _ *http.Request) error {
+	var out guestapi.Mark
+	if a.disk.flush(maxFlush) {
+		var err error
+		proc := a.work.Proc()
+		guest := mark.Guest{Disk: a.disk.path, Root: strings.TrimSuffix(proc, "/proc"), Proc: proc, PIDs: a.work.PIDs}
+		if out.Mark, err = guest.Make(); err != nil {
+			return err
+		}
+	}
+	answer.WriteJSON(w, http.StatusOK, out)
 	return nil
 }
 

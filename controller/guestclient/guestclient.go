@@ -33,6 +33,7 @@ var (
 	boundProcesses = boundjson.Bound{
 		Name: "the guest's list of processes", Bytes: 24 << 20, Elements: 40 << 10, List: 4096, Depth: 6, String: 4 << 10, Text: 2 << 20, Cut: 2, Keep: 4096,
 	}
+	boundMark    = boundjson.Bound{Name: "the guest's mark", Bytes: 4 << 10, Elements: 16, List: 1, Depth: 2, String: 512, Text: 1 << 10}
 	boundProblem = boundjson.Bound{
 		Name: "the guest's reason", Bytes: 1 << 20, Elements: 256, List: 64, Depth: 6, String: 4 << 10, Text: 16 << 10,
 	}
@@ -49,6 +50,7 @@ const (
 	maxText       = 500 // of an error's message
 	pathSessions  = "/v1/sessions"
 	pathProcesses = "/v1/processes"
+	pathMark      = "/v1/mark"
 	headerContent = "Content-Type"
 	contentJSON   = "application/json"
 	contentRaw    = "application/octet-stream"
@@ -134,6 +136,13 @@ func (c *Client) Processes(ctx context.Context, s model.Sandbox) ([]Process, err
 	var out processes
 	err := c.call(ctx, s, http.MethodGet, pathProcesses, nil, nil, answer{boundProcesses, &out})
 	return out.Processes, err
+}
+
+// Mark returns a mark of the guest. If two marks are equal and not empty, nothing that outlives a command has changed between them.
+func (c *Client) Mark(ctx context.Context, s model.Sandbox) (string, error) {
+	var out mark
+	err := c.call(ctx, s, http.MethodGet, pathMark, nil, nil, answer{boundMark, &out})
+	return out.Mark, err
 }
 
 func sessionPath(id core.SessionID, verb string) string {

@@ -55,6 +55,10 @@ type (
 		RSSBytes int64  `json:"rss_bytes"`
 	}
 
+	mark struct {
+		Mark string `json:"mark"`
+	}
+
 	// List are the sessions of a guest.
 	List struct {
 		Sessions []Session `json:"sessions"`

@@ -52,6 +52,7 @@ var routes = map[string]access{
 	"getConsole":         needs(controller.RateExec, core.ScopeWorkspaceExec),
 	"listProcesses":      needs(controller.RateExec, core.ScopeWorkspaceExec),
 	"exec":               needs(controller.RateExec, core.ScopeWorkspaceExec),
+	"stepWorkspace":      needs(controller.RateExec, core.ScopeWorkspaceExec, core.ScopeCheckpointCreate),
 	"listSessions":       needs(controller.RateExec, core.ScopeWorkspaceExec),
 	"getSession":         needs(controller.RateExec, core.ScopeWorkspaceExec),
 	"deleteSession":      needs(controller.RateExec, core.ScopeWorkspaceExec),

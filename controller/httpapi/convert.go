@@ -234,6 +234,8 @@ func operationOf(a controller.Answer) (api.Operation, error) {
 		body = pruneResultOf(a.Result.Prune)
 	case controller.OpStepCheckpoint:
 		body = stepjson.ResultOf(a.Operation, a.Result.Steps)
+	case controller.OpStepWorkspace:
+		body = stepjson.OneOf(a.Operation, a.Result.Steps)
 	case controller.OpBuildImage:
 		body = imageapi.ResultOf(a)
 	case controller.OpCreateTemplate:

@@ -33,6 +33,7 @@ var examples = map[string]string{
 	"createWorkspace":    `{"name":"a","image":"base","resources":{"vcpus":1,"memory_mib":512,"disk_gib":1},"env":{"A":"b"},"labels":{"a":"b"},"network":{"egress_policy":"deny-all","allow":[]},"ttl_seconds":60,"grants":[]}`,
 	"forkWorkspace":      `{"count":2,"branch_name":"x","all_or_nothing":true,"checkpoint":{"name":"c","annotations":{"score":1.5e3}}}`,
 	"forkCheckpoint":     `{"count":256,"env":{},"labels":{},"network":{},"ttl_seconds":0}`,
+	"stepWorkspace":      `{"command":["true"],"files":[{"path":"/a","content":"x"}],"when":"always","checkpoint":{"name":"n"},"env":{}}`,
 	"stepCheckpoint":     `{"actions":[{"command":["true"],"files":[{"path":"/a","content":"x"}],"keep":"nothing"}],"parallel":2,"env":{},"labels":{}}`,
 	"restoreWorkspace":   `{"checkpoint_id":"ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc"}`,
 	"restoreCheckpoint":  `{"workspace_name":"again"}`,

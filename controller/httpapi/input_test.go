@@ -100,7 +100,7 @@ var bodies = map[string]string{
 	"pruneCheckpoints": `{"max_bytes":1}`, "putRetention": `{"max_bytes":1}`, "putPrepared": `{"count":1}`,
 	"createWorkspace": `{}`, "patchWorkspace": `{}`, "forkWorkspace": `{}`, "restoreWorkspace": `{"checkpoint_id":"` + absent["checkpoint_id"] + `"}`,
 	"createPort": `{"guest_port":80}`, "exec": `{"command":["true"]}`, "signalSession": `{"signal":"TERM"}`, "resizeSession": `{"cols":80,"rows":24}`,
-	"createCheckpoint": `{}`, "patchCheckpoint": `{}`, "forkCheckpoint": `{}`, "stepCheckpoint": `{"actions":[{"command":["true"]}]}`, "restoreCheckpoint": `{}`,
+	"createCheckpoint": `{}`, "patchCheckpoint": `{}`, "forkCheckpoint": `{}`, "stepWorkspace": `{"command":["true"]}`, "stepCheckpoint": `{"actions":[{"command":["true"]}]}`, "restoreCheckpoint": `{}`,
 	"setSessionDeadline": `{"timeout_ms":0}`, "createWatch": `{"path":"/d"}`, "makeDirectory": `{"path":"/d"}`, "renameFile": `{"from":"/d","to":"/e"}`, "setFileAttributes": `{"path":"/d"}`,
 	"createRunnerToken": `{}`,
 	"buildImage":        `{"name":"app","from":"base"}`,

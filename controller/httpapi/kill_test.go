@@ -100,6 +100,7 @@ func TestKilledController(t *testing.T) {
 			"controller.before_launch", "controller.after_launch", "controller.after_step_fork", "controller.after_step_files", "controller.after_step_command",
 			"controller.after_step_capture", "controller.after_step_action",
 		}, operation...),
+		"stepWorkspace": append([]string{"controller.before_launch", "controller.after_launch", "controller.after_step_command", "controller.after_step_capture"}, operation...),
 		"buildImage": append([]string{
 			"controller.after_step_fork", "controller.after_step_files", "controller.after_step_command", "controller.after_step_capture", "controller.after_step_action",
 			"controller.after_build_instruction",
@@ -160,6 +161,7 @@ var once = map[string]tally{
 	"restoreWorkspace": {operations: 1},
 	"exec":             {sessions: 1},
 	"createPort":       {ports: 1},
+	"stepWorkspace":    {operations: 2, checkpoints: 1, sessions: 1},                 // and a capture
 	"buildImage":       {operations: 10, workspaces: 3, checkpoints: 3, sessions: 1}, // and for the base, the command and the end a fork, a capture and a termination each
 	"stepCheckpoint":   {operations: 4, workspaces: 1, checkpoints: 1, sessions: 1},  // and a fork, a capture and a termination
 }

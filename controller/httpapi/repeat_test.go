@@ -58,6 +58,9 @@ var creating = map[string]func(ws api.Workspace, cp api.Checkpoint) (path, body,
 	"stepCheckpoint": func(_ api.Workspace, cp api.Checkpoint) (string, string, string) {
 		return "/v1/checkpoints/" + cp.ID + "/step", `{"actions":[{"files":[{"path":"/workspace/in","content":"x"}],"command":["inc"]}]}`, `{"actions":[{"command":["inc"]}]}`
 	},
+	"stepWorkspace": func(ws api.Workspace, _ api.Checkpoint) (string, string, string) {
+		return "/v1/workspaces/" + ws.ID + "/step", `{"files":[{"path":"/workspace/in","content":"x"}],"command":["inc"],"when":"on_success"}`, `{"command":["inc"]}`
+	},
 	"buildImage": func(api.Workspace, api.Checkpoint) (string, string, string) {
 		return "/v1/images", `{"name":"app","from":"base","steps":[{"run":"inc"}]}`, `{"name":"app","from":"base"}`
 	},

@@ -49,6 +49,22 @@ func (s *server) StepCheckpoint(ctx context.Context, r api.StepCheckpointRequest
 		})
 }
 
+// StepWorkspace serves POST /v1/workspaces/{id}/step.
+func (s *server) StepWorkspace(ctx context.Context, r api.StepWorkspaceRequestObject) (api.StepWorkspaceResponseObject, error) {
+	action, err := stepActionIn("", stepjson.Within(*r.Body))
+	if err != nil {
+		return nil, err
+	}
+	a, err := s.control.StepWorkspace(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), steps.When(r.Body.When), action, waitOf(r.Params.Wait))
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.StepWorkspaceResponseObject {
+			return api.StepWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.StepWorkspaceResponseObject {
+			return api.StepWorkspace200JSONResponse(stepjson.OneOf(a.Operation, a.Result.Steps))
+		})
+}
+
 func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
 	node, err := checkpointRequestIn(b.Checkpoint)
 	if err != nil {
@@ -66,10 +82,7 @@ func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
 
 // withSteps adds what the actions of a step that failed have left. A key that may not run commands sees nothing of what they wrote.
 func (s *server) withSteps(ctx context.Context, a *controller.Answer) (err error) {
-	if a.Operation.Kind != controller.OpStepCheckpoint {
-		return nil
-	}
-	if a.Operation.Problem != nil {
+	if a.Operation.Kind == controller.OpStepCheckpoint && a.Operation.Problem != nil {
 		a.Result.Steps, err = s.control.Steps.Results(ctx, projectOf(ctx), a.Operation.ID)
 	}
 	if core.MissingScope(controller.KeyOf(ctx).Scopes, core.ScopeWorkspaceExec) != "" {

@@ -18,7 +18,7 @@ func TestStepActionIsFenced(t *testing.T) {
 	d := newDB(t)
 	op := d.operation(controller.OpStepCheckpoint, "first", time.Hour)
 	d.mine(func(ctx context.Context, tx controller.AllTx) error {
-		return tx.InsertStepActions(ctx, d.project, op.ID, []steps.Action{{}, {}}, 100)
+		return tx.InsertStepActions(ctx, d.project, controller.OpStepCheckpoint, op.ID, []steps.Action{{}, {}}, 100)
 	})
 	ref := steps.Ref{ID: op.ID, Project: d.project, Epoch: op.LeaseEpoch}
 	move := func(index int) steps.Move {

@@ -63,3 +63,16 @@ func (k *Keeper) Processes(ctx context.Context, project core.ProjectID, id core.
 	}
 	return k.cfg.Guests.Processes(ctx, w.Sandbox)
 }
+
+// Mark returns a mark of a workspace's machine; see guestclient.Client.Mark. It is empty if the agent is too old for marks.
+func (k *Keeper) Mark(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (string, error) {
+	w, err := k.cfg.Reach(ctx, project, id)
+	if err != nil {
+		return "", err
+	}
+	mark, err := k.cfg.Guests.Mark(ctx, w.Sandbox)
+	if core.CodeOf(err) == core.CodeUnsupported {
+		return "", nil
+	}
+	return mark, err
+}

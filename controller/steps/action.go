@@ -67,6 +67,9 @@ func (w *work) advance(ctx context.Context, row *Row, watch *core.Stopwatch) (be
 	err = w.guarded(ctx, row.Index, func() (err error) {
 		switch row.Phase {
 		case Pending:
+			if w.Borrowed != "" {
+				return w.borrow(ctx, row)
+			}
 			begun, err = w.fork(ctx, row)
 		case Forking:
 			err = w.prepare(ctx, row, watch)
@@ -99,14 +102,16 @@ func stopped(ctx context.Context, err error) error {
 
 // prepare waits for the fork of an action, and writes its files.
 func (w *work) prepare(ctx context.Context, row *Row, watch *core.Stopwatch) error {
-	problem, err := w.await(ctx, row.Fork)
-	if err != nil {
-		return err
+	if row.Fork != "" { // else the workspace was there before
+		problem, err := w.await(ctx, row.Fork)
+		if err != nil {
+			return err
+		}
+		if problem != nil {
+			return problem
+		}
+		watch.Lap("fork")
 	}
-	if problem != nil {
-		return problem
-	}
-	watch.Lap("fork")
 	if err := afterFork.Hit(ctx); err != nil {
 		return err
 	}
@@ -125,7 +130,16 @@ func (w *work) prepare(ctx context.Context, row *Row, watch *core.Stopwatch) err
 	if err := afterFiles.Hit(ctx); err != nil {
 		return err
 	}
-	return w.move(ctx, Move{Index: row.Index, From: Forking, To: Running})
+	m := Move{Index: row.Index, From: Forking, To: Running}
+	if row.Action.OnlyIf.Changed && len(row.Action.Files) == 0 { // files are a change
+		mark, err := w.mark(ctx, row)
+		if err != nil {
+			return err
+		}
+		m.Result = &Result{Index: row.Index, Mark: mark}
+		watch.Lap("mark")
+	}
+	return w.move(ctx, m)
 }
 
 func (w *work) prepareMore(ctx context.Context, row *Row) error {
@@ -179,6 +193,7 @@ func (w *work) write(ctx context.Context, row *Row) error {
 // run runs the command of an action and decides what is kept.
 func (w *work) run(ctx context.Context, row *Row, watch *core.Stopwatch) error {
 	r := &row.Result
+	mark, epoch := r.Mark, int64(0)
 	*r = Result{Index: row.Index, Kept: KeepNothing, Workspace: row.Workspace}
 	if row.Action.Command != nil {
 		out, err := w.exec(ctx, row)
@@ -194,6 +209,17 @@ func (w *work) run(ctx context.Context, row *Row, watch *core.Stopwatch) error {
 		r.Score = scoreOf(out.Stdout, out.StdoutTruncated)
 		r.Stdout, r.StdoutTruncated = clip(out.Stdout, out.StdoutTruncated, w.actions)
 		r.Stderr, r.StderrTruncated = clip(out.Stderr, out.StderrTruncated, w.actions)
+		if w.Borrowed != "" {
+			r.Session, epoch = out.View.ID, out.View.Epoch
+		}
+		if mark != "" {
+			now, err := w.mark(ctx, row)
+			if err != nil {
+				return err
+			}
+			r.Unchanged = now == mark
+			watch.Lap("mark")
+		}
 	}
 	r.Timings = watch.Timings()
 	if row.Action.Keep == KeepNothing || !row.Action.OnlyIf.meets(*r) {
@@ -209,6 +235,9 @@ func (w *work) run(ctx context.Context, row *Row, watch *core.Stopwatch) error {
 	}
 	err = w.insist(ctx, func() error {
 		return w.uses.Capture(ctx, w.Project, row.Workspace, node, func(ctx context.Context, tx NoteTx, b Begun) error {
+			if r.Session != "" && b.Epoch != epoch {
+				return core.Errorf(core.NotFound, core.CodeSessionNotFound, "the workspace was restored after the command, so no checkpoint has what the command did")
+			}
 			r.Checkpoint = b.Checkpoint
 			return tx.MoveStepAction(ctx, w.Ref, Move{Index: row.Index, From: Running, To: Capturing, Checkpoint: b.Checkpoint, Result: r})
 		})
@@ -271,7 +300,7 @@ func (w *work) captured(ctx context.Context, row *Row, watch *core.Stopwatch) er
 func (w *work) fail(ctx context.Context, row *Row, why error) error {
 	r := &row.Result
 	r.Index, r.Workspace, r.Kept, r.Checkpoint = row.Index, row.Workspace, KeepNothing, ""
-	r.Problem = &Problem{Code: core.CodeOf(why), Message: core.MessageOf(why)}
+	r.Problem = &Problem{Category: core.CategoryOf(why), Code: core.CodeOf(why), Message: core.MessageOf(why)}
 	if core.CategoryOf(why) == core.Internal {
 		w.log.ErrorContext(ctx, "action of a step failed", "operation_id", w.ID, "action", row.Index, "err", why)
 	}
@@ -281,7 +310,7 @@ func (w *work) fail(ctx context.Context, row *Row, why error) error {
 // end ends an action in the transaction that begins the termination of its workspace, and waits for the termination: then its room is free.
 func (w *work) end(ctx context.Context, row *Row) error {
 	m := Move{Index: row.Index, From: row.Phase, To: Ended, Result: &row.Result}
-	if row.Workspace == "" {
+	if row.Workspace == "" || w.Borrowed != "" {
 		return w.move(ctx, m)
 	}
 	var termination core.OperationID

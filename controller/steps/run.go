@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/operations"
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/sweep"
@@ -45,6 +46,7 @@ type Begun struct {
 	Operation  core.OperationID
 	Workspace  core.WorkspaceID
 	Checkpoint core.CheckpointID
+	Epoch      int64 // of the workspace of a checkpoint
 }
 
 // Note is run in the transaction that begins an operation.
@@ -68,6 +70,8 @@ type Uses struct {
 	// Exec runs a program to its end and returns the last bytes of its outputs. A repeat under the same claim waits for the first program. follow
 	// gets output while the program runs; it may be nil.
 	Exec func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest, output int, follow func([]byte)) (sessions.ExecResult, error)
+	// Mark is a mark of the machine; see sessions.Keeper.Mark.
+	Mark func(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (string, error)
 	// Insist repeats a call to a runner that does not answer for a while.
 	Insist func(ctx context.Context, call func() error) error
 }
@@ -85,7 +89,9 @@ type Step struct {
 	Ref
 	Parallel int
 	Created  time.Time
-	// Fork begins a fork of one workspace for an action. It waits in line for room.
+	// Borrowed is a workspace that was there before. The only action happens in it, and leaves it as it is. Empty: each action has a fork.
+	Borrowed core.WorkspaceID
+	// Fork begins a fork of one workspace for an action. It waits in line for room. No fork is needed for a borrowed workspace.
 	Fork func(ctx context.Context, row *Row, note Note) error
 	// Prepare does what Action.Prepare says, in the ready workspace of the action. It may be called again. Nil: no action needs it.
 	Prepare func(ctx context.Context, ws model.Workspace, row *Row) error
@@ -110,8 +116,8 @@ func New(uses Uses, store Store, log *slog.Logger) *Stepper {
 }
 
 // Admit inserts the actions of a step, in the transaction that begins it.
-func Admit(ctx context.Context, tx AdmitTx, project core.ProjectID, step core.OperationID, list []Action) error {
-	return tx.InsertStepActions(ctx, project, step, list, maxRunning)
+func Admit(ctx context.Context, tx AdmitTx, op operations.Operation, list []Action) error {
+	return tx.InsertStepActions(ctx, op.ProjectID, op.Kind, op.ID, list, maxRunning)
 }
 
 // Run carries out the actions that have not ended. A problem of an action is its result, and no error.
@@ -252,6 +258,9 @@ func (w *work) takeBack(ctx context.Context, index int, why error) error {
 	case Capturing:
 		return w.act(ctx, index, true)
 	case Forking:
+		if row.Fork == "" {
+			break
+		}
 		if err := w.insist(ctx, func() error { return w.uses.Cancel(ctx, w.Project, row.Fork) }); err != nil {
 			return err
 		}

@@ -2,6 +2,7 @@ package steps
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -25,6 +26,7 @@ const (
 	maxTime      = 20 * time.Hour // of a step: shorter than the life of its idempotency key, so that a repeat never begins another step
 	maxInLine    = 4              // actions of a step that wait in the line for room at the same time
 	maxRunning   = 32             // steps of a project that have not ended
+	maxWithin    = 256            // steps of a project's workspaces that have not ended
 	maxKept      = 1_000          // ended steps of a project whose results are kept
 	maxOutput    = 64 << 10       // of each output of an action
 	maxOutputAll = 4 << 20        // of all outputs of a step
@@ -79,6 +81,7 @@ type Condition struct {
 	ExitCode *int     `json:"exit_code,omitempty"`
 	MinScore *float64 `json:"min_score,omitempty"`
 	MaxScore *float64 `json:"max_score,omitempty"`
+	Changed  bool     `json:"changed,omitempty"` // the machine is not known to be unchanged
 }
 
 // Phase says how far an action has come. A phase that waits for an operation begins in the transaction that begins the
@@ -119,14 +122,24 @@ type Result struct {
 	Stderr          []byte            `json:"stderr,omitempty"`
 	StdoutTruncated bool              `json:"stdout_truncated,omitempty"`
 	StderrTruncated bool              `json:"stderr_truncated,omitempty"`
+	Unchanged       bool              `json:"unchanged,omitempty"` // the command has changed nothing, as far as the agent can tell; only if the condition asks
 	Problem         *Problem          `json:"problem,omitempty"`
 	Timings         []core.Timing     `json:"timings,omitempty"`
+
+	Session core.SessionID `json:"session_id,omitempty"` // of the command, if it ran in a workspace that is not the step's own
+	Mark    string         `json:"mark,omitempty"`       // of the machine before the command; empty if that is not known, or not asked
 }
 
 // Problem says why an action failed.
 type Problem struct {
-	Code    core.Code `json:"code"`
-	Message string    `json:"message"`
+	Category core.Category `json:"category,omitempty"`
+	Code     core.Code     `json:"code"`
+	Message  string        `json:"message"`
+}
+
+// Err is the problem as an error.
+func (p *Problem) Err() error {
+	return core.Errorf(cmp.Or(p.Category, core.Internal), p.Code, "%s", p.Message)
 }
 
 // Ref names a step and the epoch of the lease on it.
@@ -156,8 +169,9 @@ type NoteTx interface {
 // AdmitTx has what the transactions of a step itself need.
 type AdmitTx interface {
 	NoteTx
-	// InsertStepActions inserts the actions of a step. It fails with QUOTA_EXCEEDED if as many steps of the project as running have not ended.
-	InsertStepActions(ctx context.Context, project core.ProjectID, step core.OperationID, list []Action, running int) error
+	// InsertStepActions inserts the actions of an operation of a kind. It fails with QUOTA_EXCEEDED if as many of the kind as running have not
+	// ended in the project.
+	InsertStepActions(ctx context.Context, project core.ProjectID, kind operations.Kind, step core.OperationID, list []Action, running int) error
 	// StepResults returns the results of actions that have ended, except some, in the order in which they ended.
 	StepResults(ctx context.Context, step core.OperationID, except []int) ([]Result, error)
 }
@@ -245,6 +259,8 @@ func (c Condition) meets(r Result) bool {
 	case c.MinScore != nil && (r.Score == nil || *r.Score < *c.MinScore):
 		return false
 	case c.MaxScore != nil && (r.Score == nil || *r.Score > *c.MaxScore):
+		return false
+	case c.Changed && r.Unchanged:
 		return false
 	}
 	return true

@@ -2,6 +2,9 @@ package fakeguest
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"net/http"
 	"path"
@@ -193,6 +196,7 @@ var routes = sync.OnceValue(func() http.Handler {
 		"DELETE " + guestapi.PathWatch:         remove((*State).deleteWatch),
 		"GET " + guestapi.PathWatchEvents:      (*Guest).watchEvents,
 		"GET " + guestapi.PathProcesses:        show((*State).listProcesses),
+		"GET " + guestapi.PathMark:             show((*State).mark),
 	} {
 		handle(pattern, "public", true, h)
 	}
@@ -250,6 +254,19 @@ func respond[Out any](g *Guest, w http.ResponseWriter, status int, fn func(s *St
 }
 
 // listProcesses answers that only an init runs.
+// mark covers the files and the counter.
+func (s *State) mark(*http.Request) (guestapi.Mark, error) {
+	if len(s.Workload()) > 0 {
+		return guestapi.Mark{}, nil
+	}
+	b, err := json.Marshal(struct {
+		Counter int64
+		Files   map[string]File
+	}{s.Counter, s.Files})
+	sum := sha256.Sum256(b)
+	return guestapi.Mark{Mark: hex.EncodeToString(sum[:])}, err
+}
+
 func (s *State) listProcesses(*http.Request) (guestapi.Processes, error) {
 	return guestapi.Processes{Processes: []guestapi.Process{{PID: 1, Comm: "init", Cmdline: "init", State: "S", RSSBytes: 4096}}}, nil
 }

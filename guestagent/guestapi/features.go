@@ -17,11 +17,12 @@ const (
 	FeatureDeadline     = "deadline"      // a new deadline for a session that runs
 
 	FeatureProvisional = "provisional_reseal" // a reseal after which the guest can be resealed again, see ResealRequest
+	FeatureMark        = "mark"               // marks, which tell whether a command has changed something
 )
 
 // Features are the features of the agents of this version.
 func Features() []string {
-	return []string{FeatureFileWork, FeatureWatch, FeatureSignalTarget, FeatureFromNow, FeatureDeadline, FeatureProvisional}
+	return []string{FeatureFileWork, FeatureWatch, FeatureSignalTarget, FeatureFromNow, FeatureDeadline, FeatureProvisional, FeatureMark}
 }
 
 // ParamNeed is the query parameter with a feature that the body of a request relies on.
@@ -46,6 +47,9 @@ func Needs(path string, query url.Values) []string {
 	}
 	if strings.HasPrefix(path, PathWatches) {
 		need = append(need, FeatureWatch)
+	}
+	if path == PathMark {
+		need = append(need, FeatureMark)
 	}
 	return need
 }

@@ -48,6 +48,7 @@ const (
 	PathWatchEvents     = "/v1/watches/{id}/events"    // GET ?after=&follow=1 -> WatchEvent as JSON, one a line
 	PathProcesses       = "/v1/processes"              // GET -> Processes
 	PathPorts           = "/v1/ports"                  // GET -> Ports
+	PathMark            = "/v1/mark"                   // GET -> Mark
 	PathPortConnect     = "/v1/ports/{port}/connect"   // GET, Upgrade: UpgradeTCP -> the bytes of a connection to a listener on loopback; PORT_CLOSED
 )
 
@@ -461,6 +462,12 @@ type Process struct {
 // Processes is the answer of PathProcesses.
 type Processes struct {
 	Processes []Process `json:"processes"`
+}
+
+// Mark is the answer of PathMark. Two marks of a guest are equal only if nothing that outlives a command has changed between them. It is empty if
+// that cannot be told, for example because a program runs.
+type Mark struct {
+	Mark string `json:"mark"`
 }
 
 // Port is a listening TCP port.

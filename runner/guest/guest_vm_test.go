@@ -33,6 +33,7 @@ func TestVM(t *testing.T) {
 	c := v.dial()
 	t.Run("health", func(t *testing.T) { testHealth(t, c) })
 	t.Run("exec", func(t *testing.T) { testExec(t, c) })
+	t.Run("mark", func(t *testing.T) { testMark(t, c) })
 	t.Run("view", func(t *testing.T) { testView(t, c) })
 	t.Run("stdin", func(t *testing.T) { testStdin(t, c) })
 	t.Run("output", func(t *testing.T) { testOutput(t, c) })
@@ -123,6 +124,36 @@ func testExec(t *testing.T, c *guest.Client) {
 		run(t, c, "/bin/true")
 	}
 	t.Logf("start, follow and wait of /bin/true take %s", time.Since(begin)/n)
+}
+
+// testMark: a program that changes nothing leaves the mark as it is, and each change that outlives a program makes another one.
+func testMark(t *testing.T, c *guest.Client) {
+	t.Helper()
+	mark := func() string { return ask[guestapi.Mark](t, c, http.MethodGet, guestapi.PathMark, nil).Mark }
+	last := mark()
+	for _, command := range []string{"true", "ls -lR /etc /usr/bin > /dev/null; cat /etc/passwd", "sleep 0.2 & wait"} {
+		run(t, c, "sh", "-c", command)
+		if now := mark(); now == "" || now != last {
+			t.Errorf("after %q the mark is %q, before %q", command, now, last)
+			last = now
+		}
+	}
+	for _, command := range []string{
+		"echo x > /root/mark", "echo y > /root/mark", "chmod 600 /root/mark", "rm /root/mark",
+		"echo x > /dev/shm/mark", "echo y > /dev/shm/mark", "mkdir /run/mark", "rmdir /run/mark; rm /dev/shm/mark",
+	} {
+		run(t, c, "sh", "-c", command)
+		now := mark()
+		if now == "" || now == last {
+			t.Errorf("%q is not noticed", command)
+		}
+		last = now
+	}
+	s := start(t, c, guestapi.SessionSpec{Command: []string{"sleep", "1000"}})
+	if now := mark(); now != "" {
+		t.Errorf("while a program runs, the mark is %q", now)
+	}
+	ask[struct{}](t, c, http.MethodDelete, route(guestapi.PathSession, s.ID), nil)
 }
 
 // testView checks what the workload sees of the machine.

@@ -48,7 +48,7 @@ func Public(method, path string) bool {
 		return is(http.MethodPost)
 	case guestapi.PathWatches:
 		return is(http.MethodGet, http.MethodPost)
-	case guestapi.PathProcesses, guestapi.PathPorts:
+	case guestapi.PathProcesses, guestapi.PathPorts, guestapi.PathMark:
 		return is(http.MethodGet)
 	}
 	if rest, ok := strings.CutPrefix(path, guestapi.PathWatches+"/"); ok {

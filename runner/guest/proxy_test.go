@@ -26,7 +26,7 @@ func TestPublic(t *testing.T) {
 		session + "/stdin": "POST", session + "/signal": "POST", session + "/resize": "POST", session + "/deadline": "POST",
 		guestapi.PathWatches: "GET POST", watch: "DELETE", watch + "/events": "GET", watch + "/": "", watch + "/x": "", watch + "/events/": "",
 		guestapi.PathFileContent: "GET HEAD PUT DELETE", guestapi.PathMakeDir: "POST", guestapi.PathRename: "POST", guestapi.PathXAttrs: "POST",
-		guestapi.PathFiles: "GET HEAD PUT DELETE", guestapi.PathProcesses: "GET", guestapi.PathPorts: "GET",
+		guestapi.PathFiles: "GET HEAD PUT DELETE", guestapi.PathProcesses: "GET", guestapi.PathPorts: "GET", guestapi.PathMark: "GET",
 		// and what is not
 		guestapi.PathHealth: "", guestapi.PathQuiesce: "", guestapi.PathReseed: "", guestapi.PathReseal: "", guestapi.PathRelease: "",
 		"": "", "/": "", "/v1": "", "/v1/": "", "*": "", "/v1/files/": "", "/v1/files/../reseal": "", "/v1//reseal": "", "//v1/files": "", "/v1/sessions/": "",

@@ -31,11 +31,15 @@ func (c *Client) Exec(ctx context.Context, id WorkspaceID, req ExecRequest) (Exe
 
 // Output returns what the program wrote to stdout and stderr, decoded.
 func (r *ExecResult) Output() (stdout, stderr []byte, err error) {
-	if r.Encoding != EncodingBase64 {
-		return []byte(r.Stdout), []byte(r.Stderr), nil
+	return decodeOutput(r.Stdout, r.Stderr, r.Encoding == EncodingBase64)
+}
+
+func decodeOutput(out, errs string, encoded bool) (stdout, stderr []byte, err error) {
+	if !encoded {
+		return []byte(out), []byte(errs), nil
 	}
-	stdout, err1 := base64.StdEncoding.DecodeString(r.Stdout)
-	stderr, err2 := base64.StdEncoding.DecodeString(r.Stderr)
+	stdout, err1 := base64.StdEncoding.DecodeString(out)
+	stderr, err2 := base64.StdEncoding.DecodeString(errs)
 	return stdout, stderr, errors.Join(err1, err2)
 }
 

@@ -32,6 +32,19 @@ func (c *Client) Step(ctx context.Context, id CheckpointID, req StepRequest) (St
 	return out, err
 }
 
+// StepWorkspace writes files, runs a program, and then makes a checkpoint of the workspace if req.When holds. The workspace goes on. If the
+// program has run and the checkpoint failed, the result has a Problem, which is no error of the call.
+func (c *Client) StepWorkspace(ctx context.Context, id WorkspaceID, req WorkspaceStepRequest) (StepActionResult, error) {
+	var out StepActionResult
+	err := c.start(ctx, creation("v1", "workspaces", id, "step").json(req), &out)
+	return out, err
+}
+
+// Output returns the end of what the command wrote to stdout and stderr, decoded.
+func (r *StepActionResult) Output() (stdout, stderr []byte, err error) {
+	return decodeOutput(r.Stdout, r.Stderr, r.Encoding == StepBase64)
+}
+
 // StreamStep is Step with the results as they come: first an event with the operation alone, then one for each action when it ends. If the
 // connection breaks, or is silent for a minute, StreamStep asks again under the same key and goes on. It ends with an error if the operation failed, because it was
 // canceled for example. If ctx ends first, the step goes on, and the error is an UnfinishedError.

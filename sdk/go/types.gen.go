@@ -487,6 +487,7 @@ const (
 	OperationRestoreWorkspace   OperationKind = "restore_workspace"
 	OperationResumeWorkspace    OperationKind = "resume_workspace"
 	OperationStepCheckpoint     OperationKind = "step_checkpoint"
+	OperationStepWorkspace      OperationKind = "step_workspace"
 	OperationSuspendWorkspace   OperationKind = "suspend_workspace"
 	OperationTerminateWorkspace OperationKind = "terminate_workspace"
 )
@@ -513,6 +514,8 @@ func (e OperationKind) Valid() bool {
 	case OperationResumeWorkspace:
 		return true
 	case OperationStepCheckpoint:
+		return true
+	case OperationStepWorkspace:
 		return true
 	case OperationSuspendWorkspace:
 		return true
@@ -709,6 +712,27 @@ func (e StepKeep) Valid() bool {
 	case KeepNothing:
 		return true
 	case KeepWorkspace:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for StepWhen.
+const (
+	StepAlways    StepWhen = "always"
+	StepOnChange  StepWhen = "on_change"
+	StepOnSuccess StepWhen = "on_success"
+)
+
+// Valid indicates whether the value is a known member of the StepWhen enum.
+func (e StepWhen) Valid() bool {
+	switch e {
+	case StepAlways:
+		return true
+	case StepOnChange:
+		return true
+	case StepOnSuccess:
 		return true
 	default:
 		return false
@@ -2206,7 +2230,7 @@ type Operation struct {
 	// Result Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
 	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
 	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
-	// PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
+	// PruneResult (prune_checkpoints), StepActionResult (step_workspace), StepResult (step_checkpoint; also if it was canceled, with
 	// the actions that had ended), BuildResult (build_image).
 	Result    json.RawMessage `json:"result,omitempty,omitzero"`
 	StartedAt time.Time       `json:"started_at,omitempty,omitzero"`
@@ -3046,8 +3070,9 @@ type StepAction struct {
 	User string `json:"user,omitempty,omitzero"`
 }
 
-// StepActionResult With `problem`, the action failed and left nothing behind. Without it, the files were
-// written and the command has ended, whatever its exit code is.
+// StepActionResult With `problem`, the action failed and left nothing behind; a step of a workspace has made no
+// checkpoint. Without it, the files were written and the command has ended, whatever its exit
+// code is.
 type StepActionResult struct {
 	// CheckpointID The node, if `kept` is `checkpoint`.
 	CheckpointID CheckpointID `json:"checkpoint_id,omitempty,omitzero"`
@@ -3065,11 +3090,17 @@ type StepActionResult struct {
 	// terminates the workspace. Its annotation `coppice.step/v1` has the operation, the index of
 	// the action, the exit code and the score. Clients can set this annotation on other
 	// checkpoints, so it proves nothing.
-	Kept    StepKeep `json:"kept"`
-	Problem *Failure `json:"problem,omitempty"`
+	Kept StepKeep `json:"kept"`
+
+	// OperationID Of a step of a workspace.
+	OperationID OperationID `json:"operation_id,omitempty,omitzero"`
+	Problem     *Failure    `json:"problem,omitempty"`
 
 	// Score See `StepCondition`.
 	Score *float64 `json:"score,omitempty"`
+
+	// SessionID Of the command of a step of a workspace.
+	SessionID SessionID `json:"session_id,omitempty,omitzero"`
 
 	// Signal The signal that ended it.
 	//
@@ -3092,7 +3123,10 @@ type StepActionResult struct {
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
 
-	// WorkspaceID The workspace that was forked. The workspace still exists only if `kept` is `workspace`.
+	// Unchanged The condition `on_change` or `changed` did not hold: the machine is as before the command.
+	Unchanged bool `json:"unchanged,omitempty,omitzero"`
+
+	// WorkspaceID The workspace. If it was forked, it still exists only if `kept` is `workspace`.
 	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
 }
 
@@ -3104,6 +3138,8 @@ type StepActionResultEncoding string
 // line does not begin within the last 64 KiB. If the command has no score, `min_score` and
 // `max_score` do not hold.
 type StepCondition struct {
+	// Changed Only if the command has changed the machine, as `on_change` of a step of a workspace.
+	Changed  bool `json:"changed,omitempty,omitzero"`
 	ExitCode *int `json:"exit_code,omitempty"`
 
 	// MaxScore Inclusive.
@@ -3184,6 +3220,10 @@ type StepResult struct {
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
 }
+
+// StepWhen When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
+// machine is as before), or `on_success` (if the exit code is 0).
+type StepWhen string
 
 // StoreData defines model for StoreData.
 type StoreData struct {
@@ -3530,3 +3570,35 @@ type WorkspaceStall struct {
 
 // WorkspaceState docs/STATE_MACHINES.md lists the transitions.
 type WorkspaceState string
+
+// WorkspaceStepRequest At least a command or a file. The files are written before the command runs.
+type WorkspaceStepRequest struct {
+	Checkpoint CreateCheckpointRequest `json:"checkpoint,omitempty,omitzero"`
+
+	// Command Program and arguments, as for `exec`.
+	Command []string `json:"command,omitempty,omitzero"`
+
+	// Cwd As for `exec`.
+	Cwd string `json:"cwd,omitempty,omitzero"`
+
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
+	Env   Env        `json:"env,omitempty,omitzero"`
+	Files []StepFile `json:"files,omitempty,omitzero"`
+
+	// Stdin Text that the program gets as input. Not together with `stdin_base64`.
+	Stdin string `json:"stdin,omitempty,omitzero"`
+
+	// StdinBase64 The same for bytes that are not UTF-8.
+	StdinBase64 []byte `json:"stdin_base64,omitempty,omitzero"`
+
+	// TimeoutMS Kill the program's processes after this time. Default: 60000.
+	TimeoutMS int64 `json:"timeout_ms,omitempty,omitzero"`
+
+	// User As for `exec`.
+	User string `json:"user,omitempty,omitzero"`
+
+	// When When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
+	// machine is as before), or `on_success` (if the exit code is 0).
+	When StepWhen `json:"when,omitempty,omitzero"`
+}

@@ -55,7 +55,7 @@ func InLines(ctx context.Context) bool {
 // ActionIn reads an action, without its node and its command. exec is the command, if there is one. invalid makes the error about a field.
 func ActionIn(field string, b api.StepAction, invalid func(field, detail string) error) (a steps.Action, exec *api.ExecRequest, err error) {
 	a = steps.Action{
-		Name: b.Name, Keep: steps.Keep(b.Keep), OnlyIf: steps.Condition{ExitCode: b.OnlyIf.ExitCode, MinScore: b.OnlyIf.MinScore, MaxScore: b.OnlyIf.MaxScore},
+		Name: b.Name, Keep: steps.Keep(b.Keep), OnlyIf: steps.Condition{ExitCode: b.OnlyIf.ExitCode, MinScore: b.OnlyIf.MinScore, MaxScore: b.OnlyIf.MaxScore, Changed: b.OnlyIf.Changed},
 	}
 	for i, f := range b.Files {
 		at := fmt.Sprintf("%sfiles.%d.", field, i)
@@ -77,6 +77,26 @@ func ActionIn(field string, b api.StepAction, invalid func(field, detail string)
 		return a, nil, invalid(field+"command", "it is missing, but the action has fields that are about a command")
 	}
 	return a, nil, nil
+}
+
+// Within is the action of a step of a workspace.
+func Within(b api.WorkspaceStepRequest) api.StepAction {
+	return api.StepAction{
+		Files: b.Files, Command: b.Command, Cwd: b.Cwd, Env: b.Env, User: b.User, Stdin: b.Stdin, StdinBase64: b.StdinBase64, TimeoutMS: b.TimeoutMS,
+		Checkpoint: b.Checkpoint,
+	}
+}
+
+// OneOf is the answer to a step of a workspace.
+func OneOf(op operations.Operation, list []steps.Result) api.StepActionResult {
+	if len(list) == 0 {
+		list = []steps.Result{{Kept: steps.KeepNothing, Problem: &steps.Problem{
+			Code: core.CodeOperationNotFound, Message: "the result of this step is not kept any more",
+		}}}
+	}
+	out := actionOf(list[0])
+	out.OperationID = string(op.ID)
+	return out
 }
 
 // ResultOf is the answer to a step.
@@ -101,7 +121,7 @@ func TimingsOf(list []core.Timing) api.Timings {
 func actionOf(r steps.Result) api.StepActionResult {
 	out := api.StepActionResult{
 		Index: r.Index, Kept: api.StepKeep(r.Kept), CheckpointID: string(r.Checkpoint), WorkspaceID: string(r.Workspace), ExitCode: r.ExitCode, Signal: r.Signal,
-		TimedOut: r.TimedOut, Score: r.Score, StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated, Timings: TimingsOf(r.Timings),
+		SessionID: string(r.Session), Unchanged: r.Unchanged, TimedOut: r.TimedOut, Score: r.Score, StdoutTruncated: r.StdoutTruncated, StderrTruncated: r.StderrTruncated, Timings: TimingsOf(r.Timings),
 	}
 	if r.ExitCode != nil {
 		out.Stdout, out.Stderr, out.Encoding = string(r.Stdout), string(r.Stderr), api.StepUTF8

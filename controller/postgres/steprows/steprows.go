@@ -45,7 +45,7 @@ func (r actionRow) row() (steps.Row, error) {
 
 // InsertStepActions takes a lock that the admissions of a project's steps have in common. Texts in requests may have characters that jsonb does
 // not allow, so they are kept as bytes.
-func (t *Tx) InsertStepActions(ctx context.Context, project core.ProjectID, step core.OperationID, list []steps.Action, running int) error {
+func (t *Tx) InsertStepActions(ctx context.Context, project core.ProjectID, kind operations.Kind, step core.OperationID, list []steps.Action, running int) error {
 	requests := make([][]byte, len(list))
 	for i, a := range list {
 		b, err := json.Marshal(a)
@@ -58,10 +58,10 @@ func (t *Tx) InsertStepActions(ctx context.Context, project core.ProjectID, step
 	n, err := t.Exec(ctx, `
 		INSERT INTO step_actions (operation_id, project_id, index, request)
 		SELECT @step, @project, r.at - 1, r.request FROM unnest(@requests::bytea[]) WITH ORDINALITY AS r (request, at)
-		WHERE (SELECT count(*) FROM operations WHERE project_id = @project AND kind = 'step_checkpoint' AND state IN ('pending', 'running')) < @running::bigint`,
-		pgtx.Args{"step": step, "project": project, "requests": requests, "running": running})
+		WHERE (SELECT count(*) FROM operations WHERE project_id = @project AND kind = @kind AND state IN ('pending', 'running')) < @running::bigint`,
+		pgtx.Args{"step": step, "kind": kind, "project": project, "requests": requests, "running": running})
 	if err == nil && n == 0 {
-		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "%d steps of the project have not ended; wait for one of them", running)
+		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "%d operations of the kind %s have not ended in the project; wait for one of them", running, kind)
 	}
 	return err
 }

@@ -500,6 +500,23 @@ func (f *Server) copyTerminal(ctx context.Context, conn *websocket.Conn, p *prog
 	_ = conn.Close(websocket.StatusNormalClosure, "")
 }
 
+// StepWorkspace runs no program: the command is a shell line that is known here.
+func (f *Server) StepWorkspace(_ context.Context, r api.StepWorkspaceRequestObject) (api.StepWorkspaceResponseObject, error) {
+	out := api.StepActionResult{
+		OperationID: ID("op", 1), WorkspaceID: r.WorkspaceID, SessionID: ID("sess", 1), Kept: api.KeepNothing, ExitCode: new(0), Stdout: "out\n", Stderr: "err\n",
+		Encoding: api.StepUTF8, Timings: api.Timings{},
+	}
+	switch r.Body.Command[0] {
+	case "false":
+		out.ExitCode = new(1)
+	case "full":
+		out.Problem = &api.Failure{Code: "CAPACITY", Message: "no room"}
+	default:
+		out.Kept, out.CheckpointID = api.KeepCheckpoint, ID("ckpt", 1)
+	}
+	return api.StepWorkspace200JSONResponse(out), nil
+}
+
 // StepCheckpoint answers in lines: the last action first.
 func (f *Server) StepCheckpoint(_ context.Context, r api.StepCheckpointRequestObject) (api.StepCheckpointResponseObject, error) {
 	var b bytes.Buffer

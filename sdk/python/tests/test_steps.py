@@ -16,7 +16,7 @@ import pytest
 from conftest import Live
 from coppice import AsyncCoppice, Config, Coppice, action, errors, models
 from double import Answer, Double, problem
-from samples import CKPT, checkpoint
+from samples import CKPT, WS, checkpoint, workspace
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).resolve().parents[2] / "conformance/steps.json").read_text())
 
@@ -201,3 +201,17 @@ def test_a_live_step_of_the_asynchronous_client(live: Live) -> None:
             await ws.terminate()
 
     asyncio.run(main())
+
+
+def test_a_step_of_a_workspace(double: Double, client: Coppice) -> None:
+    ended = {
+        "operation_id": "op_1", "index": 0, "kept": "checkpoint", "checkpoint_id": CKPT, "exit_code": 0, "stdout": "1\n", "timings": []
+    }
+    double.script = [Answer(200, workspace()), Answer(200, ended)]
+    ws = client.workspace(WS)
+    result = ws.step("make", when="on_success", files={"/a": "text"}, timeout=2, idempotency_key="mine")
+    assert (result.kept, result.exit_code, ws.checkpoint_id) == ("checkpoint", 0, CKPT)
+    assert (double.requests[1].path, double.requests[1].headers["idempotency-key"]) == (f"/v1/workspaces/{WS}/step", "mine")
+    assert double.requests[1].json() == {
+        "command": ["sh", "-c", "make"], "files": [{"path": "/a", "content": "text"}], "timeout_ms": 2000, "when": "on_success"
+    }

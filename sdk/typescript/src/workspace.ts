@@ -98,6 +98,15 @@ export class Workspace {
     return new Session(this.#context, session as models.Session);
   }
 
+  /**
+   * step writes files, runs a program, and then makes a checkpoint, as one operation: always, or only if `when` holds. The
+   * workspace goes on. If the program has run and the checkpoint failed, the result has a `problem`.
+   */
+  step(request: Command | models.WorkspaceStepRequest, options: CallOptions = {}): Promise<models.StepActionResult> {
+    const body = typeof request === "string" || Array.isArray(request) ? execRequest(request as Command, {}) : (request as models.WorkspaceStepRequest);
+    return this.#context.transport.start("stepWorkspace", { path: this.#path(), body, ...only(options) });
+  }
+
   /** session returns a session by its id. */
   async session(id: models.SessionID, options: CallOptions = {}): Promise<Session> {
     return new Session(this.#context, await this.#context.transport.call("getSession", { path: { session_id: id }, signal: options.signal }));

@@ -144,6 +144,11 @@ describe.skipIf(process.env["SDK_SHORT"] === "1")("against a live controller", (
     expect(text(await child.readFile("/f"))).toBe("x");
     await expect(node.step([{}])).rejects.toMatchObject({ code: "INVALID_FIELD" });
 
+    const within = await ws.step({ command: ["inc"], files: [{ path: "/g", content: "y" }], when: "on_success" });
+    expect([within.exit_code, within.kept, within.workspace_id]).toEqual([0, "checkpoint", ws.id]);
+    expect(text(await (await coppice.checkpoint(within.checkpoint_id ?? "")).readFile("/g"))).toBe("y");
+    expect(await ws.step({ command: ["echo", "same"], when: "on_change" })).toMatchObject({ exit_code: 0, kept: "nothing", unchanged: true });
+
     let operation = "";
     const canceled = async (): Promise<void> => {
       for await (const event of node.streamStep([{ command: ["sleep", "3600"], timeout_ms: 3_600_000 }])) {

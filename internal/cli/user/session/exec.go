@@ -56,6 +56,7 @@ func commandOf(c *cobra.Command, args []string) (command []string, help bool, er
 func NewExecCommand(a *cli.App) *cobra.Command {
 	var flags execFlags
 	var interactive, tty, detach bool
+	var when string
 	c := &cobra.Command{
 		Use:   "exec WORKSPACE [flags] [--] COMMAND [ARGUMENT...]",
 		Short: "Run a program in a workspace",
@@ -64,8 +65,12 @@ follows is the program and its arguments.
 
 The command passes the program's output on as it arrives. The program's exit status becomes that of this command: 127 if there is no such
 program, 126 if it cannot be run, 124 if it was killed at its timeout. Ctrl-C sends the program SIGINT; a second Ctrl-C leaves it running.
-With --json, the command prints the output and the exit status as one object when the program has ended.`,
-		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -u nobody -- id\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace",
+With --json, the command prints the output and the exit status as one object when the program has ended.
+
+With --checkpoint, a checkpoint of the workspace follows the program, as one operation: always, on_change (not if the machine is as before),
+or on_success (if the exit status is 0). The program then may take a minute, or --timeout, which is an hour at most. Its input is empty, and
+the end of its output, 64 KiB of each stream, comes when the operation has ended.`,
+		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -u nobody -- id\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace\n  coppice ws exec demo --checkpoint on_success -- make test",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			command, help, err := commandOf(c, args)
@@ -80,6 +85,9 @@ With --json, the command prints the output and the exit status as one object whe
 			if detach && (interactive || tty) {
 				return exit.Misuse(errors.New("--detach goes with neither --interactive nor --tty"))
 			}
+			if when != "" && (detach || interactive || tty) {
+				return exit.Misuse(errors.New("--checkpoint goes with none of --detach, --interactive and --tty"))
+			}
 			req, err := flags.request(command)
 			if err != nil {
 				return err
@@ -93,6 +101,8 @@ With --json, the command prints the output and the exit status as one object whe
 				return err
 			}
 			switch {
+			case when != "":
+				return executeThenCheckpoint(c.Context(), a, client, ws, req, coppice.StepWhen(when))
 			case detach:
 				return startDetached(c.Context(), a, client, ws, req)
 			case tty:
@@ -108,6 +118,7 @@ With --json, the command prints the output and the exit status as one object whe
 	f.BoolVarP(&interactive, "interactive", "i", false, "pass standard input on to the program")
 	f.BoolVarP(&tty, "tty", "t", false, "give the program a terminal, as ws shell does")
 	f.BoolVarP(&detach, "detach", "d", false, "return at once and print the session's id; coppice ws logs has its output")
+	f.StringVar(&when, "checkpoint", "", "make a checkpoint afterwards: `always`, on_change or on_success")
 	flags.add(c)
 	return c
 }
@@ -132,6 +143,38 @@ func executeJSON(ctx context.Context, a *cli.App, client *coppice.Client, ws cop
 		return err
 	}
 	return exit.PassOn(res.ExitCode)
+}
+
+// executeThenCheckpoint runs a program, and makes a checkpoint of the workspace as one operation with it.
+func executeThenCheckpoint(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest, when coppice.StepWhen) error {
+	done := a.Working(ctx, "the program runs")
+	res, err := client.StepWorkspace(ctx, ws.ID, coppice.WorkspaceStepRequest{
+		Command: req.Command, Cwd: req.Cwd, Env: req.Env, User: req.User, TimeoutMS: req.TimeoutMS, When: when,
+	})
+	done()
+	if err != nil {
+		return notStarted(a, err)
+	}
+	stdout, stderr, err := res.Output()
+	if err == nil && a.JSON {
+		err = a.Print(res, nil)
+	} else if err == nil {
+		_, err1 := a.Stdout.Write(stdout)
+		_, err2 := a.Stderr.Write(stderr)
+		err = errors.Join(err1, err2)
+	}
+	switch {
+	case err != nil:
+		return err
+	case res.Problem != nil:
+		return &coppice.Error{Code: coppice.Code(res.Problem.Code), Detail: "no checkpoint: " + res.Problem.Message, OperationID: res.OperationID}
+	case res.CheckpointID != "":
+		fmt.Fprintf(a.Stderr, "coppice: checkpoint %s\n", res.CheckpointID)
+	}
+	if res.TimedOut {
+		return exit.StatusError(exit.TimedOut)
+	}
+	return exit.PassOn(*res.ExitCode)
 }
 
 // execute runs a program with its output passed on, and its input if asked.

@@ -240,3 +240,31 @@ func (s *screen) wait(text string) {
 	}
 	_, s.text, _ = strings.Cut(s.text, text)
 }
+
+// TestExecThenCheckpoint: the output and the status are the program's. The checkpoint is named on standard error, and why there is none is an error.
+func TestExecThenCheckpoint(t *testing.T) {
+	t.Parallel()
+	f, run := clitest.NewServer(t, groupWS)
+	f.Workspaces = []api.Workspace{clitest.Workspace(1, "demo", api.WorkspaceReady)}
+	for command, want := range map[string]struct {
+		status int
+		stderr string
+	}{
+		"true":  {0, "err\ncoppice: checkpoint " + clitest.ID("ckpt", 1) + "\n"},
+		"false": {1, "err\n"},
+		"full":  {exit.Exhausted, "no checkpoint: no room"},
+	} {
+		status, stdout, stderr := run("ws", "exec", "demo", "--checkpoint", "on_success", "--", command)
+		if status != want.status || stdout != "out\n" || !strings.Contains(stderr, want.stderr) || strings.Contains(stderr, "ckpt_") != (command == "true") {
+			t.Errorf("%s: status %d, %q, %q", command, status, stdout, stderr)
+		}
+	}
+	if status, stdout, _ := run("ws", "exec", "demo", "--json", "--checkpoint", "always", "--", "true"); status != 0 || !strings.Contains(stdout, `"kept": "checkpoint"`) {
+		t.Errorf("status %d, %q", status, stdout)
+	}
+	for _, with := range []string{"--detach", "--interactive", "--tty"} {
+		if status, _, _ := run("ws", "exec", "demo", "--checkpoint", "always", with, "--", "true"); status != exit.Usage {
+			t.Errorf("%s: status %d", with, status)
+		}
+	}
+}

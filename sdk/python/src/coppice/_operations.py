@@ -38,6 +38,7 @@ listPorts = Operation('listPorts', 'GET', '/v1/workspaces/{workspace_id}/ports',
 createPort = Operation('createPort', 'POST', '/v1/workspaces/{workspace_id}/ports', keyed=True, waits=False)
 deletePort = Operation('deletePort', 'DELETE', '/v1/workspaces/{workspace_id}/ports/{port_id}', keyed=False, waits=False)
 exec = Operation('exec', 'POST', '/v1/workspaces/{workspace_id}/exec', keyed=True, waits=False)
+stepWorkspace = Operation('stepWorkspace', 'POST', '/v1/workspaces/{workspace_id}/step', keyed=True, waits=True)
 listSessions = Operation('listSessions', 'GET', '/v1/workspaces/{workspace_id}/sessions', keyed=False, waits=False)
 getSession = Operation('getSession', 'GET', '/v1/sessions/{session_id}', keyed=False, waits=False)
 deleteSession = Operation('deleteSession', 'DELETE', '/v1/sessions/{session_id}', keyed=False, waits=False)

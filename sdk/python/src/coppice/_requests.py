@@ -123,6 +123,14 @@ def action(
     return made
 
 
+def within(made: models.StepAction, when: str | None) -> models.WorkspaceStepRequest:
+    """The request of a step of a workspace."""
+    return models.WorkspaceStepRequest(
+        files=made.files, command=made.command, cwd=made.cwd, env=made.env, user=made.user, stdin=made.stdin,
+        stdin_base64=made.stdin_base64, timeout_ms=made.timeout_ms, when=when, checkpoint=made.checkpoint,
+    )
+
+
 def step(
     actions: Sequence[models.StepAction | str], parallel: int | None, options: Mapping[str, Any]
 ) -> models.StepRequest:

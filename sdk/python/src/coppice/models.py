@@ -170,6 +170,7 @@ __all__ = [
     "StepKeep",
     "StepRequest",
     "StepResult",
+    "StepWhen",
     "StoreData",
     "StoreGarbage",
     "StoreObject",
@@ -195,6 +196,7 @@ __all__ = [
     "WorkspaceList",
     "WorkspaceStall",
     "WorkspaceState",
+    "WorkspaceStepRequest",
 ]
 
 
@@ -723,6 +725,26 @@ class StepAction(Model):
     checkpoint: CreateCheckpointRequest | None = None
 
 
+class WorkspaceStepRequest(Model):
+    """At least a command or a file. The files are written before the command runs."""
+    files: list[StepFile] | None = None
+    command: list[str] | None = None
+    """Program and arguments, as for `exec`."""
+    cwd: str | None = None
+    """As for `exec`."""
+    env: Env | None = None
+    user: str | None = None
+    """As for `exec`."""
+    stdin: str | None = None
+    """Text that the program gets as input. Not together with `stdin_base64`."""
+    stdin_base64: bytes | None = None
+    """The same for bytes that are not UTF-8."""
+    timeout_ms: int | None = None
+    """Kill the program's processes after this time. Default: 60000."""
+    when: StepWhen | None = None
+    checkpoint: CreateCheckpointRequest | None = None
+
+
 class StepFile(Model):
     """StepFile of the API."""
     path: str
@@ -747,6 +769,8 @@ class StepCondition(Model):
     """Inclusive."""
     max_score: float | None = None
     """Inclusive."""
+    changed: bool | None = None
+    """Only if the command has changed the machine, as `on_change` of a step of a workspace."""
 
 
 class StepResult(Model):
@@ -761,8 +785,8 @@ class StepResult(Model):
 
 
 class StepActionResult(Model):
-    """With `problem`, the action failed and left nothing behind. Without it, the files were written and the command
-    has ended, whatever its exit code is.
+    """With `problem`, the action failed and left nothing behind; a step of a workspace has made no checkpoint.
+    Without it, the files were written and the command has ended, whatever its exit code is.
     """
     index: int
     """Position in the request, from 0."""
@@ -771,7 +795,13 @@ class StepActionResult(Model):
     checkpoint_id: CheckpointID | None = None
     """The node, if `kept` is `checkpoint`."""
     workspace_id: WorkspaceID | None = None
-    """The workspace that was forked. The workspace still exists only if `kept` is `workspace`."""
+    """The workspace. If it was forked, it still exists only if `kept` is `workspace`."""
+    session_id: SessionID | None = None
+    """Of the command of a step of a workspace."""
+    operation_id: OperationID | None = None
+    """Of a step of a workspace."""
+    unchanged: bool | None = None
+    """The condition `on_change` or `changed` did not hold: the machine is as before the command."""
     exit_code: int | None = None
     """128 + signal if a signal ended it. Absent without a command."""
     signal: str | None = None
@@ -1761,8 +1791,8 @@ class Operation(Model):
     """Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
     Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace), Checkpoint
     (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*), PruneResult (prune_checkpoints),
-    StepResult (step_checkpoint; also if it was canceled, with the actions that had ended), BuildResult
-    (build_image).
+    StepActionResult (step_workspace), StepResult (step_checkpoint; also if it was canceled, with the actions that
+    had ended), BuildResult (build_image).
     """
     problem: Failure | None = None
     cancel_requested_at: datetime | None = None
@@ -2101,8 +2131,8 @@ CheckpointKind: TypeAlias = str
 # One of pending, running, succeeded, failed; a newer server may have others.
 OperationState: TypeAlias = str
 # One of create_workspace, create_checkpoint, fork_checkpoint, fork_workspace, restore_workspace, restore_checkpoint,
-# terminate_workspace, suspend_workspace, resume_workspace, prune_checkpoints, step_checkpoint, build_image; a newer
-# server may have others.
+# terminate_workspace, suspend_workspace, resume_workspace, prune_checkpoints, step_checkpoint, step_workspace,
+# build_image; a newer server may have others.
 OperationKind: TypeAlias = str
 # One of running, exited; a newer server may have others.
 SessionState: TypeAlias = str
@@ -2133,6 +2163,9 @@ Timings: TypeAlias = list[Timing]
 FlowOutcome: TypeAlias = str
 # One of http, tls, tcp; a newer server may have others.
 FlowProtocol: TypeAlias = str
+# When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the machine is as before),
+# or `on_success` (if the exit code is 0). One of always, on_change, on_success; a newer server may have others.
+StepWhen: TypeAlias = str
 # What an action leaves behind. `checkpoint` (the default) makes a node of the tree and terminates the workspace. Its
 # annotation `coppice.step/v1` has the operation, the index of the action, the exit code and the score. Clients can set
 # this annotation on other checkpoints, so it proves nothing. One of checkpoint, workspace, nothing; a newer server may

@@ -92,7 +92,7 @@ export type CheckpointKind = "template" | "user";
 
 export type OperationState = "pending" | "running" | "succeeded" | "failed";
 
-export type OperationKind = "create_workspace" | "create_checkpoint" | "fork_checkpoint" | "fork_workspace" | "restore_workspace" | "restore_checkpoint" | "terminate_workspace" | "suspend_workspace" | "resume_workspace" | "prune_checkpoints" | "step_checkpoint" | "build_image";
+export type OperationKind = "create_workspace" | "create_checkpoint" | "fork_checkpoint" | "fork_workspace" | "restore_workspace" | "restore_checkpoint" | "terminate_workspace" | "suspend_workspace" | "resume_workspace" | "prune_checkpoints" | "step_checkpoint" | "step_workspace" | "build_image";
 
 export type SessionState = "running" | "exited";
 
@@ -595,6 +595,32 @@ export interface StepAction {
   checkpoint?: CreateCheckpointRequest;
 }
 
+/** At least a command or a file. The files are written before the command runs. */
+export interface WorkspaceStepRequest {
+  files?: StepFile[];
+  /** Program and arguments, as for `exec`. */
+  command?: string[];
+  /** As for `exec`. */
+  cwd?: string;
+  env?: Env;
+  /** As for `exec`. */
+  user?: string;
+  /** Text that the program gets as input. Not together with `stdin_base64`. */
+  stdin?: string;
+  /** The same for bytes that are not UTF-8. */
+  stdin_base64?: string;
+  /** Kill the program's processes after this time. Default: 60000. */
+  timeout_ms?: number;
+  when?: StepWhen;
+  checkpoint?: CreateCheckpointRequest;
+}
+
+/**
+ * When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
+ * machine is as before), or `on_success` (if the exit code is 0).
+ */
+export type StepWhen = "always" | "on_change" | "on_success";
+
 export interface StepFile {
   /** Absolute. Missing directories are made. */
   path: string;
@@ -628,6 +654,8 @@ export interface StepCondition {
   min_score?: number;
   /** Inclusive. */
   max_score?: number;
+  /** Only if the command has changed the machine, as `on_change` of a step of a workspace. */
+  changed?: boolean;
 }
 
 export interface StepResult {
@@ -639,8 +667,9 @@ export interface StepResult {
 }
 
 /**
- * With `problem`, the action failed and left nothing behind. Without it, the files were
- * written and the command has ended, whatever its exit code is.
+ * With `problem`, the action failed and left nothing behind; a step of a workspace has made no
+ * checkpoint. Without it, the files were written and the command has ended, whatever its exit
+ * code is.
  */
 export interface StepActionResult {
   /** Position in the request, from 0. */
@@ -648,8 +677,14 @@ export interface StepActionResult {
   kept: StepKeep;
   /** The node, if `kept` is `checkpoint`. */
   checkpoint_id?: CheckpointID;
-  /** The workspace that was forked. The workspace still exists only if `kept` is `workspace`. */
+  /** The workspace. If it was forked, it still exists only if `kept` is `workspace`. */
   workspace_id?: WorkspaceID;
+  /** Of the command of a step of a workspace. */
+  session_id?: SessionID;
+  /** Of a step of a workspace. */
+  operation_id?: OperationID;
+  /** The condition `on_change` or `changed` did not hold: the machine is as before the command. */
+  unchanged?: boolean;
   /** 128 + signal if a signal ended it. Absent without a command. */
   exit_code?: number;
   /** The signal that ended it. */
@@ -1615,7 +1650,7 @@ export interface Operation {
    * Present if it succeeded, but not in lists: the body that the starting request answers with, by `kind`:
    * Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
    * Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
-   * PruneResult (prune_checkpoints), StepResult (step_checkpoint; also if it was canceled, with
+   * PruneResult (prune_checkpoints), StepActionResult (step_workspace), StepResult (step_checkpoint; also if it was canceled, with
    * the actions that had ended), BuildResult (build_image).
    */
   result?: Record<string, unknown>;

@@ -38,6 +38,7 @@ export const routes = {
   createPort: { method: "POST", path: "/v1/workspaces/{workspace_id}/ports", keyed: true },
   deletePort: { method: "DELETE", path: "/v1/workspaces/{workspace_id}/ports/{port_id}" },
   exec: { method: "POST", path: "/v1/workspaces/{workspace_id}/exec", keyed: true },
+  stepWorkspace: { method: "POST", path: "/v1/workspaces/{workspace_id}/step", keyed: true, starts: true },
   listSessions: { method: "GET", path: "/v1/workspaces/{workspace_id}/sessions" },
   getSession: { method: "GET", path: "/v1/sessions/{session_id}" },
   deleteSession: { method: "DELETE", path: "/v1/sessions/{session_id}" },
@@ -290,6 +291,13 @@ export interface Operations {
     query: {};
     body: models.ExecRequest;
     result: models.ExecResult | models.Session;
+  };
+  /** Run a program, then make a checkpoint */
+  stepWorkspace: {
+    path: { workspace_id: models.WorkspaceID };
+    query: { wait?: number };
+    body: models.WorkspaceStepRequest;
+    result: models.StepActionResult;
   };
   /** List the sessions of the workspace's present epoch, newest first */
   listSessions: {

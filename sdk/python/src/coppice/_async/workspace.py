@@ -142,6 +142,36 @@ class AsyncWorkspace:
         call.key = idempotency_key
         return AsyncSession(self._t, await self._t.call(call, models.Session))
 
+    async def step(
+        self,
+        command: Command | None = None,
+        *,
+        when: str | None = None,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: str | bytes | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        user: str | None = None,
+        timeout: float | None = None,
+        checkpoint: models.CreateCheckpointRequest | None = None,
+        idempotency_key: str = "",
+    ) -> models.StepActionResult:
+        """Writes files, runs a program, and then makes a checkpoint, as one operation. The workspace goes on.
+
+        `when` is `always` (the default), `on_change` (not if the machine is as before) or `on_success` (if the exit code
+        is 0). If the program has run and the checkpoint failed, the result has a `problem`. The program may run for 60
+        seconds, or `timeout`.
+        """
+        made = requests.action(
+            command, files=files, stdin=stdin, env=env, cwd=cwd, user=user, timeout=timeout, checkpoint=checkpoint
+        )
+        call = self._call(op.stepWorkspace, requests.within(made, when))
+        call.key = idempotency_key
+        result = await self._t.start(call, models.StepActionResult)
+        if result.checkpoint_id:
+            self.info.checkpoint_id = result.checkpoint_id
+        return result
+
     async def sessions(self) -> AsyncIterator[AsyncSession]:
         """The sessions of the present epoch, newest first."""
         async for info in self._t.pages(self._call(op.listSessions), models.Session):
