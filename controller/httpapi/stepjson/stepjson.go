@@ -89,12 +89,13 @@ func Within(b api.WorkspaceStepRequest) api.StepAction {
 
 // OneOf is the answer to a step of a workspace.
 func OneOf(op operations.Operation, list []steps.Result) api.StepActionResult {
-	if len(list) == 0 {
-		list = []steps.Result{{Kept: steps.KeepNothing, Problem: &steps.Problem{
-			Code: core.CodeOperationNotFound, Message: "the result of this step is not kept any more",
-		}}}
+	out := api.StepActionResult{
+		Kept: api.KeepNothing, Timings: api.Timings{},
+		Problem: &api.Failure{Code: string(core.CodeOperationNotFound), Message: "the result of this step is not kept any more"},
 	}
-	out := actionOf(list[0])
+	if len(list) > 0 {
+		out = actionOf(list[0])
+	}
 	out.OperationID = string(op.ID)
 	return out
 }
