@@ -97,10 +97,7 @@ func operationOf(ctx context.Context, client *coppice.Client, template, build st
 	return op, err
 }
 
-func gone(err error) bool {
-	const code coppice.Code = "OPERATION_NOT_FOUND"
-	return errors.Is(err, code)
-}
+func gone(err error) bool { return errors.Is(err, coppice.CodeOperationNotFound) }
 
 // Places remembers how far logs were read, so that a client that polls does not make the server read all of a log each time. If a place is
 // forgotten, or another controller serves the client, the log is read from its start.
