@@ -188,8 +188,11 @@ func (s Step) translate(user *string, standIn string) ([]coppice.BuildStep, erro
 			return nil, bad
 		}
 		owner := local(s.arg(2))
-		if owner == "" && *user != Root { // root's files need no account in the image
+		if owner == "" {
 			owner = *user
+		}
+		if owner == Root || owner == Root+":"+Root { // the default, for which the image needs no account
+			owner = ""
 		}
 		from := path.Clean(s.arg(0))
 		if from == "." {
