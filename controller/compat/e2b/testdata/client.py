@@ -341,7 +341,7 @@ def _():
     with tempfile.TemporaryDirectory() as directory:
         os.makedirs(f"{directory}/src/below")
         with open(f"{directory}/src/below/a.txt", "w") as f:
-            f.write("one")
+            f.write(sbx.sandbox_id)  # no earlier run has sent this file
         t = template(directory)
         if REAL:  # its program runs in each sandbox from the start
             t = t.set_start_cmd("echo $$ > /tmp/started; exec sleep 100000", wait_for_file("/tmp/started"))
@@ -352,7 +352,7 @@ def _():
     if hasattr(Template, "exists"):
         assert Template.exists("e2b_Built") and not Template.exists("e2b_None")
     child = Sandbox.create(template="e2b_Built", timeout=TIMEOUT, request_timeout=TIMEOUT)
-    assert child.files.read("/srv/app/below/a.txt") == "one"
+    assert child.files.read("/srv/app/below/a.txt") == sbx.sandbox_id
     if REAL:
         assert child.files.read("/srv/app/built") == "built\n"
         assert child.commands.run("kill -0 $(cat /tmp/started) && echo $FROM_TEMPLATE; pwd").stdout == "yes\n/srv/app\n"
