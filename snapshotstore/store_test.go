@@ -184,8 +184,8 @@ func TestGenerations(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
 	r := rand.New(rand.NewPCG(1, 2))
-	m := newImage(16<<20 + 12345)
-	m.write(r, 1500)
+	m := newImage(8<<20 + 12345)
+	m.write(r, 750)
 	w := x.seal(nil, nil, m, m.whole())
 	type generation struct {
 		ref manifest.Ref
