@@ -168,6 +168,8 @@ def test_the_tree(ws: Workspace, coppice: Coppice) -> None:
     assert child.parent_id == root.id and [a.id for a in child.lineage()][:2] == [child.id, root.id]
     assert [c.id for c in root.children()] == [child.id]
     assert [n.checkpoint.id for n in root.tree()] == [root.id, child.id]
+    drawn = coppice.tree(root.id)
+    assert str(drawn).splitlines() == [root.id, f"└─ {child.id}  [{ws.name} ready]"] and len(coppice.tree(root.id, depth=0)) == 1
     ws.restore(root)
     assert ws.info.epoch == 2 and not ws.files.exists("/root/new")
     (stepped,) = child.step(["echo stepped"]).actions

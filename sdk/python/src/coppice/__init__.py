@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ._sync.workspace import Forks as Forks
     from ._sync.workspace import Workspace as Workspace
     from ._tar import Copied as Copied
+    from ._trees import Tree as Tree
 
 # Where the names are. Each is imported when it is first used, so that a synchronous program loads no asyncio.
 _PLACES = {
@@ -80,6 +81,7 @@ _PLACES = {
     "Output": "._results",
     "Result": "._results",
     "Session": "._sync.session",
+    "Tree": "._trees",
     "Watches": "._sync.watches",
     "Workspace": "._sync.workspace",
     "action": "._requests",

@@ -16,6 +16,7 @@ from .. import models
 from .._codes import CheckpointNotFound, WorkspaceNotFound
 from .._policy import Call, decode
 from .._tar import pack
+from .._trees import Tree
 from . import runtime
 from .admin import AsyncAdmin
 from .checkpoint import AsyncCheckpoint
@@ -146,6 +147,13 @@ class AsyncCoppice:
         }
         async for info in self._t.pages(Call(op.listCheckpoints, query=query), models.Checkpoint, limit):
             yield AsyncCheckpoint(self._t, info)
+
+    async def tree(self, id_or_name: str, *, depth: int | None = None, limit: int = 10_000) -> Tree:
+        """A checkpoint and what is below it, at most `limit` nodes, to look at: a notebook shows it as a tree."""
+        root = id_or_name if requests.is_id(id_or_name, "ckpt") else (await self.checkpoint(id_or_name)).id
+        call = Call(op.getTree, {"checkpoint_id": root}, {"depth": depth})
+        nodes = [node async for node in self._t.pages(call, models.TreeNode, limit + 1)]
+        return Tree(nodes[:limit], complete=len(nodes) <= limit)
 
     async def import_checkpoint(
         self, path: str | os.PathLike[str], *, name: str | None = None, idempotency_key: str = ""
