@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,17 @@ EXAMPLES: dict[str, str] = {
     "web_agent": r"(/add .*\n){2}( tried .*\n){3}kept the way that costs 12\.75\n/order .*\nordered: .*12\.75, 'ordered': True\}\n",
 }
 
+TYPESCRIPT: dict[str, str] = {
+    "quickstart": r"ws: common\nleft: left\nright: common\n",
+    "best_of_n": r"(round \d: \d+ \(score -?\d+\)\n){3}best: \d+, in checkpoint ckpt_\w+\n",
+}
+
 
 def test_all_are_run(examples: Path) -> None:
     assert {p.stem for p in examples.glob("*.py")} == set(EXAMPLES)
     for path in examples.glob("*.py"):
         assert path.read_text().count("a real model goes here") == 1, path
+    assert {p.stem for p in (examples.parent / "typescript").glob("*.mjs")} == set(TYPESCRIPT)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -48,3 +55,18 @@ def test_example(vms: VMs, name: str, examples: Path, tmp_path: Path) -> None:
         for prompt in {e["prompt"] for e in lines}:
             assert sum(e["advantage"] for e in lines if e["prompt"] == prompt) == pytest.approx(0)
             assert len({e["reward"] for e in lines if e["prompt"] == prompt}) > 1
+
+
+@pytest.mark.parametrize("name", TYPESCRIPT)
+def test_typescript_example(vms: VMs, name: str, examples: Path) -> None:
+    installed = os.environ.get("COPPICE_NODE")
+    if not installed:
+        pytest.skip("COPPICE_NODE is not set: run sdk/python/test on a host with npm, which installs the package there")
+    program = shutil.copy(examples.parent / "typescript" / f"{name}.mjs", installed)  # where it finds the package
+    env = {**os.environ, "COPPICE_SERVER": vms.url, "COPPICE_TOKEN": vms.token}
+    with Coppice(vms.url, vms.token) as c:
+        before = {w.id for w in c.workspaces()}
+        done = subprocess.run(["node", program], env=env, text=True, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(TYPESCRIPT[name], done.stdout), done.stdout
+        assert {w.id for w in c.workspaces()} == before
