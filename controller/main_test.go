@@ -57,6 +57,10 @@ func withStore(t testing.TB) (*dir.Store, option) {
 	return files, func(c *controller.Config, r *runnertest.Config) { c.Store, r.Store = files, files }
 }
 
+// loopInterval is the interval of the loops that look for what a crash has left. These searches were three quarters of all statements of
+// the tests at 50 ms. A test that waits for such a search sets a shorter interval.
+const loopInterval = 500 * time.Millisecond
+
 type option func(*controller.Config, *runnertest.Config)
 
 func newWorld(t testing.TB, options ...option) *world {
@@ -64,7 +68,7 @@ func newWorld(t testing.TB, options ...option) *world {
 	rc := runnertest.Config{}
 	cfg := controller.Config{
 		AllowAllEgress: true,
-		ClusterID:      "test", LoopInterval: 50 * time.Millisecond, RunnerRetry: 2 * time.Second, ShutdownGrace: 2 * time.Second, AdmissionWait: 50 * time.Millisecond,
+		ClusterID:      "test", LoopInterval: loopInterval, RunnerRetry: 2 * time.Second, ShutdownGrace: 2 * time.Second, AdmissionWait: 50 * time.Millisecond,
 		Bootstrap: controller.Bootstrap{Key: "coppice-test-key"},
 	}
 	for _, o := range options {

@@ -61,7 +61,7 @@ func Start(t *testing.T, configure func(*controller.Config)) *Cell {
 	lots := controller.Rate{PerSecond: 1e6, Burst: 1e6}
 	rates := map[controller.RateClass]controller.Rate{controller.RateRead: lots, controller.RateWrite: lots, controller.RateExec: lots, controller.RateAdmin: lots}
 	cfg := controller.Config{
-		ClusterID: "test", Trust: &trust, RunnerLease: time.Hour, LoopInterval: 50 * time.Millisecond, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second,
+		ClusterID: "test", Trust: &trust, RunnerLease: time.Hour, LoopInterval: 500 * time.Millisecond, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second,
 		Bootstrap: controller.Bootstrap{Key: Key}, Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: rates, Project: rates},
 	}
 	if configure != nil {

@@ -119,7 +119,7 @@ func newWorldWith(t *testing.T, logs io.Writer, metrics prometheus.Registerer) *
 		t.Fatal(err)
 	}
 	control := controller.New(controller.Config{
-		Metrics: metrics, Wrapper: wrapper, Secrets: outside, Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
+		Metrics: metrics, Wrapper: wrapper, Secrets: outside, Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 500 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
 		// Of one address with hundreds of wrong keys, and of keys that try every route in every way.
 		Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: noRates, Project: noRates},
 	}, store, client, log)

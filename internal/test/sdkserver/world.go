@@ -85,7 +85,7 @@ func (w *world) start(ctx context.Context) error {
 	w.running.Push("runner client", func(context.Context) error { runners.Close(); return nil })
 	w.control = controller.New(controller.Config{
 		ClusterID: "sdk", Sole: true, AllowAllEgress: true, Authority: w.authority, Wrapper: w.wrapper, Bootstrap: controller.Bootstrap{Key: w.token},
-		LoopInterval: 50 * time.Millisecond, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second,
+		LoopInterval: 500 * time.Millisecond, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second,
 		// A busy machine must not make the runner look dead.
 		RunnerLease: time.Hour,
 		Limits:      controller.Limits{Open: lots, FailureDelay: 1, Key: rates, Project: rates},
