@@ -52,6 +52,7 @@ build: ## build bin/coppice and the static guest agent, bin/coppice-guest
 generate: ## write generated code and documents again: API models and servers, SDKs, the wire of E2B (protoc of Debian's protobuf-compiler), state machines, sums
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config api/codegen.yaml api/openapi.yaml
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config sdk/go/codegen.yaml api/openapi.yaml
+	$(GO) test ./api -run TestRequestsAreCurrent -update
 	scripts/generate-sdks
 	GO="$(GO)" scripts/generate-envd
 	$(GO) test ./internal/test/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update

@@ -15,3 +15,10 @@ var specification []byte
 
 // Specification returns openapi.yaml. The caller must not change it.
 func Specification() []byte { return specification }
+
+//go:embed requests.gen.json
+var requests []byte
+
+// Requests returns the part of openapi.yaml that says what requests must be, as JSON without texts for readers. A server that
+// starts reads it in a third of the time. The caller must not change it.
+func Requests() []byte { return requests }

@@ -42,9 +42,9 @@ var pathParam = regexp.MustCompile(`\{([a-z_]+)\}`)
 // loadContract reads the specification that is compiled in, once; its faults are programmer errors. Nobody changes the contract.
 var loadContract = sync.OnceValue(func() contract {
 	loader := openapi3.NewLoader()
-	doc, err := loader.LoadFromData(api.Specification())
+	doc, err := loader.LoadFromData(api.Requests())
 	if err != nil {
-		panic(fmt.Sprintf("api/openapi.yaml: %v", err))
+		panic(fmt.Sprintf("api/requests.gen.json: %v", err))
 	}
 	c := contract{}
 	for path, item := range doc.Paths.Map() {
