@@ -237,12 +237,15 @@ func (a *aptConfig) sourcesFile() string { return filepath.Join(a.dir, "coppice.
 // args are the options with which apt uses nothing of the host except its sources and indexes.
 func (a *aptConfig) args(rest ...string) []string {
 	set := map[string]string{
-		"APT::Architecture":          a.arch,
-		"APT::Architectures":         a.arch,
-		"APT::Install-Recommends":    "false",
-		"APT::Sandbox::User":         "root", // the private directory is closed to other users
-		"Debug::NoLocking":           "true",
-		"Dir::Cache":                 filepath.Join(a.dir, "cache"),
+		"APT::Architecture":       a.arch,
+		"APT::Architectures":      a.arch,
+		"APT::Install-Recommends": "false",
+		"APT::Sandbox::User":      "root", // the private directory is closed to other users
+		"Debug::NoLocking":        "true",
+		"Dir::Cache":              filepath.Join(a.dir, "cache"),
+		// A host that is a container image has these caches turned off, and each command would then read all indexes again.
+		"Dir::Cache::pkgcache":       "pkgcache.bin",
+		"Dir::Cache::srcpkgcache":    "srcpkgcache.bin",
 		"Dir::Etc::preferences":      "/dev/null",
 		"Dir::Etc::preferencesparts": "/dev/null",
 		"Dir::Etc::sourcelist":       a.sourcesFile(),
