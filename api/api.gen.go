@@ -3129,9 +3129,9 @@ type StepAction struct {
 	User string `json:"user,omitempty,omitzero"`
 }
 
-// StepActionResult With `problem`, the action failed and left nothing behind; a step of a workspace has made no
-// checkpoint. Without it, the files were written and the command has ended, whatever its exit
-// code is.
+// StepActionResult With `problem`, the action failed: it left nothing behind, or in a step of a workspace, it
+// made no checkpoint. Without `problem`, the files were written and the command has ended,
+// whatever its exit code is.
 type StepActionResult struct {
 	// CheckpointID The node, if `kept` is `checkpoint`.
 	CheckpointID CheckpointID `json:"checkpoint_id,omitempty,omitzero"`
@@ -3151,14 +3151,14 @@ type StepActionResult struct {
 	// checkpoints, so it proves nothing.
 	Kept StepKeep `json:"kept"`
 
-	// OperationID Of a step of a workspace.
+	// OperationID The operation, in a step of a workspace.
 	OperationID OperationID `json:"operation_id,omitempty,omitzero"`
 	Problem     *Failure    `json:"problem,omitempty"`
 
 	// Score See `StepCondition`.
 	Score *float64 `json:"score,omitempty"`
 
-	// SessionID Of the command of a step of a workspace.
+	// SessionID The session of the command, in a step of a workspace.
 	SessionID SessionID `json:"session_id,omitempty,omitzero"`
 
 	// Signal The signal that ended it.
@@ -3182,7 +3182,7 @@ type StepActionResult struct {
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
 
-	// Unchanged The condition `on_change` or `changed` did not hold: the machine is as before the command.
+	// Unchanged The condition `on_change` or `changed` did not hold: the command has left the machine unchanged.
 	Unchanged bool `json:"unchanged,omitempty,omitzero"`
 
 	// WorkspaceID The workspace. If it was forked, it still exists only if `kept` is `workspace`.
@@ -3197,7 +3197,7 @@ type StepActionResultEncoding string
 // line does not begin within the last 64 KiB. If the command has no score, `min_score` and
 // `max_score` do not hold.
 type StepCondition struct {
-	// Changed Only if the command has changed the machine, as `on_change` of a step of a workspace.
+	// Changed Only if the command has changed the machine, as with `on_change` in a step of a workspace.
 	Changed  bool `json:"changed,omitempty,omitzero"`
 	ExitCode *int `json:"exit_code,omitempty"`
 
@@ -3281,7 +3281,7 @@ type StepResult struct {
 }
 
 // StepWhen When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
-// machine is as before), or `on_success` (if the exit code is 0).
+// machine is unchanged), or `on_success` (if the exit code is 0).
 type StepWhen string
 
 // StoreData defines model for StoreData.
@@ -3658,7 +3658,7 @@ type WorkspaceStepRequest struct {
 	User string `json:"user,omitempty,omitzero"`
 
 	// When When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
-	// machine is as before), or `on_success` (if the exit code is 0).
+	// machine is unchanged), or `on_success` (if the exit code is 0).
 	When StepWhen `json:"when,omitempty,omitzero"`
 }
 
@@ -3919,7 +3919,7 @@ type ListOperationsParams struct {
 	// CheckpointID Only operations that create this checkpoint or start from it.
 	CheckpointID CheckpointID `form:"checkpoint_id,omitempty" json:"checkpoint_id,omitempty,omitzero"`
 
-	// IdempotencyKey Only the operation that a request with this `Idempotency-Key` has begun, while the key is kept.
+	// IdempotencyKey Only the operation that a request with this `Idempotency-Key` began. Keys are kept for 24 hours.
 	IdempotencyKey string `form:"idempotency_key,omitempty" json:"idempotency_key,omitempty,omitzero"`
 }
 

@@ -71,7 +71,7 @@ func (k *stepCheckpoint) undo(ctx context.Context, c *Controller, t *task, why e
 	return c.Steps.TakeBack(ctx, k.step(c, t), why)
 }
 
-// StepWorkspace carries out an action in a workspace, and then makes a checkpoint of the workspace.
+// StepWorkspace carries out an action in a workspace, and then makes a checkpoint of the workspace if when holds.
 func (c *Controller) StepWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, when steps.When, a steps.Action, wait time.Duration) (Answer, error) {
 	a, err := steps.Within(when, a)
 	if err != nil {

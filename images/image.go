@@ -28,7 +28,7 @@ type Image struct {
 	// CommandLine is the whole kernel command line. It belongs to the image (and so does the clock source it names):
 	// a VMM uses it as it is.
 	CommandLine string
-	// References are the whole references under which the image was pulled, sorted; of an image of List.
+	// References are the whole references under which the image was pulled, sorted. Only List sets them.
 	References []string
 	// CreatedAt is when the image was published in this store. It is not part of the digest.
 	CreatedAt time.Time

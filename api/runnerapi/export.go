@@ -7,7 +7,7 @@ import "github.com/coppice-dev/coppice/core"
 // is read from there.
 const PathCheckpointExport = "/v1/checkpoints/{id}/export"
 
-// ExportCheckpoint has what the file says beside what the runner knows itself.
+// ExportCheckpoint has what the file needs and the runner does not know.
 type ExportCheckpoint struct {
 	ProjectID core.ProjectID `json:"project_id"`
 	ImageName string         `json:"image_name"` // the guest image's name for people

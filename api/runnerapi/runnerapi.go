@@ -126,8 +126,8 @@ type Image struct {
 	Digest    core.Digest `json:"digest"`
 	SizeBytes int64       `json:"size_bytes"`
 	CreatedAt time.Time   `json:"created_at"`
-	// References are the whole names under which the image was pulled, such as index.docker.io/library/python:3.12-slim. Every element of the
-	// list with its digest has them.
+	// References are the whole names under which the image was pulled, such as index.docker.io/library/python:3.12-slim. Each element of
+	// the list with this digest has all of them.
 	References []string `json:"references,omitempty"`
 }
 

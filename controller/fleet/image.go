@@ -23,7 +23,8 @@ const imageRefresh = 10 * time.Second
 type ImageTx interface {
 	// EmptiestRunners returns runners that take new sandboxes, the emptiest first, each with its load. It compares loads in sixteenths.
 	EmptiestRunners(ctx context.Context, f EmptiestFilter) ([]model.Runner, error)
-	// FindImage returns the newest image of a name or of a whole reference, or the one with a digest, that a runner with a lease has; IMAGE_NOT_FOUND.
+	// FindImage returns the newest image of a name or of a whole reference, or the one with a digest, that a runner with a lease has;
+	// IMAGE_NOT_FOUND.
 	FindImage(ctx context.Context, ref string) (model.Image, error)
 	// Reachable reports whether there is a runner with a lease.
 	Reachable(ctx context.Context) (bool, error)
@@ -122,8 +123,8 @@ func (f *Fleet) askImages(ctx context.Context, anyway bool) error {
 	return failed
 }
 
-// FindImage resolves a name, a digest or the reference of a pulled image among the images of reachable runners. If runners have different images with a name, the newest
-// one has it.
+// FindImage resolves a name, a digest or the reference of a pulled image among the images of reachable runners. If several images have the
+// name, it returns the newest.
 func (f *Fleet) FindImage(ctx context.Context, ref string) (model.Image, error) {
 	if err := f.askImages(ctx, false); err != nil {
 		return model.Image{}, err

@@ -138,7 +138,7 @@ func (c *Client) Processes(ctx context.Context, s model.Sandbox) ([]Process, err
 	return out.Processes, err
 }
 
-// Mark returns a mark of the guest. If two marks are equal and not empty, nothing that outlives a command has changed between them.
+// Mark returns a mark of the guest. If two marks are equal and not empty, nothing that a mark covers has changed between them.
 func (c *Client) Mark(ctx context.Context, s model.Sandbox) (string, error) {
 	var out mark
 	err := c.call(ctx, s, http.MethodGet, pathMark, nil, nil, answer{boundMark, &out})

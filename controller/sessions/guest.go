@@ -64,7 +64,7 @@ func (k *Keeper) Processes(ctx context.Context, project core.ProjectID, id core.
 	return k.cfg.Guests.Processes(ctx, w.Sandbox)
 }
 
-// Mark returns a mark of a workspace's machine; see guestclient.Client.Mark. It is empty if the agent is too old for marks.
+// Mark returns a mark of a workspace's machine; see guestclient.Client.Mark. It is empty if the agent makes none, or is too old for marks.
 func (k *Keeper) Mark(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (string, error) {
 	w, err := k.cfg.Reach(ctx, project, id)
 	if err != nil {

@@ -89,7 +89,7 @@ type Step struct {
 	Ref
 	Parallel int
 	Created  time.Time
-	// Borrowed is a workspace that was there before. The only action happens in it, and leaves it as it is. Empty: each action has a fork.
+	// Borrowed is a workspace that was there before. The only action runs in it, and the step does not terminate it. Empty: each action has a fork.
 	Borrowed core.WorkspaceID
 	// Fork begins a fork of one workspace for an action. It waits in line for room. No fork is needed for a borrowed workspace.
 	Fork func(ctx context.Context, row *Row, note Note) error

@@ -81,7 +81,7 @@ type Condition struct {
 	ExitCode *int     `json:"exit_code,omitempty"`
 	MinScore *float64 `json:"min_score,omitempty"`
 	MaxScore *float64 `json:"max_score,omitempty"`
-	Changed  bool     `json:"changed,omitempty"` // the machine is not known to be unchanged
+	Changed  bool     `json:"changed,omitempty"` // the command is not known to have left the machine unchanged
 }
 
 // Phase says how far an action has come. A phase that waits for an operation begins in the transaction that begins the
@@ -127,7 +127,7 @@ type Result struct {
 	Timings         []core.Timing     `json:"timings,omitempty"`
 
 	Session core.SessionID `json:"session_id,omitempty"` // of the command, if it ran in a workspace that is not the step's own
-	Mark    string         `json:"mark,omitempty"`       // of the machine before the command; empty if that is not known, or not asked
+	Mark    string         `json:"mark,omitempty"`       // of the machine before the command; empty if there is none, or if the condition does not ask
 }
 
 // Problem says why an action failed.
@@ -225,7 +225,7 @@ func (a *Action) check() error {
 	wrong := func(format string, args ...any) error {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, format, args...)
 	}
-	node := a.Node.Name != "" || a.Node.Pinned || a.Node.Prepare != (prepare.Wanted{}) || len(a.Node.Labels) > 0 || len(a.Node.Annotations) > 0
+	node := a.Node.Name != "" || a.Node.Pinned || len(a.Node.Labels) > 0 || len(a.Node.Annotations) > 0
 	switch {
 	case a.Command == nil && len(a.Files) == 0:
 		return wrong("it has neither a command nor files, so it would change nothing: fork the checkpoint instead")

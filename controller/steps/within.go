@@ -10,10 +10,10 @@ import (
 // When says when a step of a workspace makes a checkpoint.
 type When string
 
-// When steps of workspaces make checkpoints.
+// The times at which a step of a workspace makes a checkpoint.
 const (
 	Always    When = "always"
-	OnChange  When = "on_change"  // unless the machine is as before
+	OnChange  When = "on_change"  // unless the machine is unchanged
 	OnSuccess When = "on_success" // if the command ends with the status 0
 )
 
@@ -40,7 +40,7 @@ func AdmitWithin(ctx context.Context, tx AdmitTx, op operations.Operation, a Act
 	return tx.InsertStepActions(ctx, op.ProjectID, op.Kind, op.ID, []Action{a}, maxWithin)
 }
 
-// Failure is why a step of a workspace failed as a whole. A step that has run its command, or written its files, has a result.
+// Failure is why a step of a workspace failed as a whole. A step that has run its command has a result, also if its checkpoint failed.
 func Failure(list []Result) error {
 	if len(list) == 1 && list[0].Problem != nil && list[0].Session == "" && list[0].Checkpoint == "" {
 		return list[0].Problem.Err()

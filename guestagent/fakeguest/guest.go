@@ -253,7 +253,6 @@ func respond[Out any](g *Guest, w http.ResponseWriter, status int, fn func(s *St
 	return nil
 }
 
-// listProcesses answers that only an init runs.
 // mark covers the files and the counter.
 func (s *State) mark(*http.Request) (guestapi.Mark, error) {
 	if len(s.Workload()) > 0 {
@@ -267,6 +266,7 @@ func (s *State) mark(*http.Request) (guestapi.Mark, error) {
 	return guestapi.Mark{Mark: hex.EncodeToString(sum[:])}, err
 }
 
+// listProcesses answers that only an init runs.
 func (s *State) listProcesses(*http.Request) (guestapi.Processes, error) {
 	return guestapi.Processes{Processes: []guestapi.Process{{PID: 1, Comm: "init", Cmdline: "init", State: "S", RSSBytes: 4096}}}, nil
 }

@@ -17,7 +17,7 @@ const (
 	FeatureDeadline     = "deadline"      // a new deadline for a session that runs
 
 	FeatureProvisional = "provisional_reseal" // a reseal after which the guest can be resealed again, see ResealRequest
-	FeatureMark        = "mark"               // marks, which tell whether a command has changed something
+	FeatureMark        = "mark"               // marks, which tell whether a command has left the machine unchanged
 )
 
 // Features are the features of the agents of this version.

@@ -464,8 +464,8 @@ type Processes struct {
 	Processes []Process `json:"processes"`
 }
 
-// Mark is the answer of PathMark. Two marks of a guest are equal only if nothing that outlives a command has changed between them. It is empty if
-// that cannot be told, for example because a program runs.
+// Mark is the answer of PathMark. Two marks of a guest are equal only if nothing that a mark covers has changed between them; see package mark. It is
+// empty if the agent cannot tell, for example because a program runs.
 type Mark struct {
 	Mark string `json:"mark"`
 }

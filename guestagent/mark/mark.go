@@ -34,7 +34,7 @@ type Guest struct {
 
 var errNone = errors.New("there is no mark")
 
-// Make makes a mark of a guest whose disk is flushed. It is empty if there is none: a program runs, or something is there whose state a mark
+// Make makes a mark of a guest whose disk is flushed. It is empty if a program runs, or if the guest has something that a mark
 // cannot cover.
 func (g Guest) Make() (string, error) { return g.make(g.idle, g.disk, g.mounts, g.ipc, g.idle) }
 
@@ -171,7 +171,7 @@ func files(sum io.Writer, top string, left *int) error {
 	})
 }
 
-// ipc adds the objects of System V IPC.
+// ipc adds nothing. There is no mark if there are objects of System V IPC.
 func (g Guest) ipc(sum io.Writer) error {
 	for _, kind := range []string{"shm", "msg", "sem"} {
 		b, err := smallfile.Read("/proc/sysvipc/" + kind)

@@ -101,7 +101,7 @@ func TestNoMark(t *testing.T) {
 	}
 }
 
-// TestDiskMark: a directory that is not on a disk has no mark. TestMarkVM has a real disk.
+// TestDiskMark: a directory that is not on a disk has no mark. TestVM/mark in runner/guest has a real disk.
 func TestDiskMark(t *testing.T) {
 	t.Parallel()
 	g := Guest{Disk: "/dev/shm"}

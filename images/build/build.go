@@ -63,7 +63,7 @@ type Options struct {
 
 // Pulled is an image of a registry whose layers are in the store.
 type Pulled struct {
-	// Reference is the whole name that was pulled, and Repository that of the repository, without a tag.
+	// Reference is the whole name that was pulled. Repository is the whole name of its repository, without a tag.
 	Reference, Repository string
 	Manifest              core.Digest
 	Layers                []images.Layer // the lowest first

@@ -30,8 +30,8 @@ func Parse(text string, options ...name.Option) (name.Reference, error) {
 	return ref, nil
 }
 
-// Whole returns the whole name of a reference, with the registry and the tag: index.docker.io/library/python:latest for python. Every
-// spelling of a reference has the same.
+// Whole returns the whole name of a reference, with the registry and the tag: index.docker.io/library/python:latest for python. All
+// spellings of a reference have the same whole name.
 func Whole(text string) (string, error) {
 	ref, err := Parse(text)
 	if err != nil {

@@ -27,8 +27,8 @@ const (
 )
 
 // Export writes a checkpoint of this host as one file to the writer that begin returns. It needs no store: it packs the checkpoint in a
-// directory of its own, which takes as long as the upload of a whole checkpoint without the network, and then calls begin with the size of
-// the file in bytes. It fails before it calls begin with CHECKPOINT_NOT_FOUND, with CHECKPOINT_NOT_READY if an image of the checkpoint is
+// directory of its own, and then calls begin with the size of the file in bytes. To pack takes as long as the upload of a whole checkpoint,
+// without the network. It fails before it calls begin with CHECKPOINT_NOT_FOUND, with CHECKPOINT_NOT_READY if an image of the checkpoint is
 // not complete on this host, with DISK_FULL, and with CAPACITY while maxExports others are under way. If it fails afterwards, the file is
 // incomplete, and a reader can see this.
 func (s *Sealer) Export(ctx context.Context, id core.CheckpointID, in runnerapi.ExportCheckpoint, begin func(size int64) io.Writer) (err error) {
@@ -97,7 +97,7 @@ func (s *Sealer) pack(ctx context.Context, id core.CheckpointID, in runnerapi.Ex
 	return snapshotstore.NewExport(written.Snapshot, in.ImageName)
 }
 
-// header describes a checkpoint in its manifest.
+// header is the header of a checkpoint's manifest.
 func (s *Sealer) header(ckpt *checkpoints.Opened, project core.ProjectID) (manifest.Header, error) {
 	record, err := json.Marshal(runnerapi.StoredRecord{
 		DeltaBytes: ckpt.DeltaBytes, DiskBytes: ckpt.DiskBytes, DeviceStateBytes: ckpt.DeviceStateBytes, PauseMS: ckpt.PauseMS, Timings: ckpt.Timings,

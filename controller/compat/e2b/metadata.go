@@ -20,8 +20,8 @@ const (
 	labelTemplate = template.LabelName // as the client named it
 	labelSnapshot = "e2b/snapshot"     // on checkpoints that a client took as snapshots
 	labelName     = "e2b/name"         // the name that a client gave a snapshot
-	labelUser     = "e2b/user"         // of a template: who has processes if the client names nobody
-	labelDir      = "e2b/workdir"      // of a template: where they are if the client names no directory
+	labelUser     = "e2b/user"         // of a template: the user of processes, if the client names none
+	labelDir      = "e2b/workdir"      // of a template: their directory, if the client names none
 )
 
 const (

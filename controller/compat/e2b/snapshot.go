@@ -39,14 +39,14 @@ func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
 	return n.fork(r, c, cp.ID)
 }
 
-// defaults labels the sandbox with what its template says about processes.
+// defaults labels the sandbox with the user and the directory that its template has for processes.
 func (n newSandbox) defaults(r *http.Request, c call) error {
 	if isSnapshotName(strings.TrimSuffix(n.template, ":"+defaultTag)) {
 		return nil
 	}
 	image, err := c.builtImage(r, n.template)
 	if err != nil {
-		if status := shared.Translate(err).Status; status == http.StatusNotFound || status == http.StatusForbidden { // whoever may not read it uses it nevertheless
+		if status := shared.Translate(err).Status; status == http.StatusNotFound || status == http.StatusForbidden { // a key that may not read images can use them nevertheless
 			return nil
 		}
 		return err

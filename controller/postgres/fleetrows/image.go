@@ -20,7 +20,7 @@ type newImage struct {
 	BuiltAt   time.Time    `json:"built_at"`
 }
 
-// rowsOf has a row for each name of an image, and one for each reference under which it was pulled. Both are in the column name: a name never
+// rowsOf returns a row for each name of an image, and one for each reference under which it was pulled. Both are in the column name: a name never
 // has a slash, and a whole reference always has one.
 func rowsOf(images []runnerapi.Image) []newImage {
 	rows := make([]newImage, 0, len(images))
@@ -105,8 +105,8 @@ type foundImageRow struct {
 
 const nameOfImage = `coalesce((SELECT l.name FROM image_locations l WHERE l.image_id = i.id AND l.name NOT LIKE '%/%' ORDER BY l.name DESC LIMIT 1), '')`
 
-// FindImage steps through the images that have the name or the whole reference, the last recorded first, however many runners hold each. It takes the newest
-// of them that a runner with a lease holds.
+// FindImage steps through the images that have the name or the whole reference, the last recorded first, however many runners hold each. It
+// takes the newest of them that a runner with a lease holds.
 func (t *Tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
 	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
 	rows, err := pgtx.ByIndex[foundImageRow](ctx, t, `

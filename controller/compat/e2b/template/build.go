@@ -20,7 +20,7 @@ const (
 
 const (
 	readySeconds = 300           // for a start command to become ready, as E2B has it
-	stockImage   = "e2bdev/base" // with which E2B's clients begin if the program names nothing
+	stockImage   = "e2bdev/base" // what E2B's clients build from if the program names nothing
 	userOfE2B    = "user"        // the account that all images of E2B have
 )
 
@@ -31,7 +31,7 @@ type Step struct {
 	FilesHash string   `json:"filesHash"`
 	Force     bool     `json:"force"`
 
-	// The clients send what they have done themselves, too.
+	// The clients have done these themselves, and send them nevertheless.
 	ForceUpload     *bool `json:"forceUpload"`
 	ResolveSymlinks *bool `json:"resolveSymlinks"`
 	Gzip            *bool `json:"gzip"`
@@ -57,7 +57,7 @@ type Build struct {
 
 // Options say how a build is translated.
 type Options struct {
-	User       string                                             // has the commands of a build where no step says another
+	User       string                                             // of the commands of a build, until a step names another
 	OpenEgress bool                                               // the build reaches everything
 	Snapshot   func(template string) (coppice.CheckpointID, bool) // the checkpoint that a template's id names
 }
@@ -102,7 +102,7 @@ func (b Build) request(ctx context.Context, client *coppice.Client, opts Options
 	if err != nil {
 		return req, err
 	}
-	if user == "" { // of an image whose own user E2B's clients do not expect
+	if user == "" { // E2B's clients do not expect the image's own user
 		user = opts.User
 		req.Steps = append(req.Steps, coppice.BuildStep{User: user})
 	}
@@ -127,7 +127,7 @@ func (b Build) request(ctx context.Context, client *coppice.Client, opts Options
 	return req, nil
 }
 
-// base is what a build begins with, and the user of commands there; empty: it is not known.
+// base returns what a build begins with, and the user of its commands. The user is empty if it is not known.
 func (b Build) base(ctx context.Context, client *coppice.Client, opts Options) (from, user string, err error) {
 	from = b.FromImage
 	switch {
@@ -164,7 +164,7 @@ func userOf(image coppice.BuiltImage) string {
 	return image.Config.User
 }
 
-// translate translates a step. user is the user of commands; standIn is who has them in place of "user".
+// translate translates a step. user is the present user of commands, and standIn replaces the name "user".
 func (s Step) translate(user *string, standIn string) ([]coppice.BuildStep, error) {
 	local := func(name string) string {
 		if name == userOfE2B {

@@ -1,6 +1,6 @@
-// Package template makes builds of images of E2B's template builds. A template is an image of the project,
-// whose labels have E2B's name and id of the build. Everything that later requests need is in the API: the
-// operation of a build is found by the idempotency key of the request that began it.
+// Package template turns E2B's template builds into builds of images. A template is an image of the project.
+// Its labels have the template's name and the id of its build. The layer keeps nothing that later requests
+// need: it finds the operation of a build by the idempotency key of the request that began it.
 package template
 
 import (

@@ -28,7 +28,7 @@ var (
 	imageName    = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
 )
 
-// ImageName is the name of the project's image that holds a template. A name that no image can have gets a digest instead.
+// ImageName is the name of the project's image that holds a template. If no image can have the template's name, a digest of it is the name.
 func ImageName(template string) string {
 	template = strings.TrimSuffix(template, ":"+DefaultTag)
 	if imageName.MatchString(template) {
@@ -94,7 +94,7 @@ func (q New) IDs() (Named, error) {
 	return Named{TemplateID: name, BuildID: newBuildID(q.CPUCount, q.MemoryMB), Names: []string{name}, Aliases: []string{name}, Tags: []string{DefaultTag}}, nil
 }
 
-// newBuildID makes a UUID that holds the machine's size: E2B's clients say it before they say what is built.
+// newBuildID makes a UUID that holds the machine's size: E2B's clients send the size before they send the steps.
 func newBuildID(cpus uint8, memory uint32) string {
 	id := uuid.New()
 	binary.BigEndian.PutUint32(id[:], uint32(cpus)<<24|memory)

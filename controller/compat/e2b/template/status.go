@@ -17,7 +17,7 @@ import (
 
 const (
 	maxEntries = 100  // of a log in one answer, as E2B has it
-	maxPlaces  = 4096 // logs that are read
+	maxPlaces  = 4096 // logs whose places are remembered
 )
 
 // The states of a build.
@@ -73,7 +73,7 @@ func StatusOf(ctx context.Context, client *coppice.Client, places *Places, templ
 	return out, err
 }
 
-// operationOf finds the operation of a build: by its idempotency key, or when that is no longer kept, by the image that it has made.
+// operationOf finds the operation of a build: by its idempotency key, or if the key is no longer kept, by the image that the build has made.
 func operationOf(ctx context.Context, client *coppice.Client, template, build string) (coppice.Operation, error) {
 	if _, _, err := sizeOf(build); err != nil {
 		return coppice.Operation{}, err

@@ -26,7 +26,7 @@ const (
 
 var filesHash = regexp.MustCompile(`^[0-9a-f]{64}$`)
 
-// UploadID is the upload of the files that E2B's clients know by a hash.
+// UploadID is the id of the upload with the files that E2B's clients know by a hash.
 func UploadID(hash string) string { return "e2b-" + hash }
 
 // Links makes and checks links to send files to: E2B's clients send no key with them.

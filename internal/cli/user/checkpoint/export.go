@@ -27,7 +27,7 @@ func newExportCommand(a *cli.App) *cobra.Command {
 		Use:   "export CHECKPOINT",
 		Short: "Write a checkpoint to one file",
 		Long: `Write a checkpoint to one file, which another cluster can import. The file has its memory, its disk and its image, with any secrets
-in them. With a store the file comes from there: the command waits until the checkpoint is sealed. Without a store, the host of the
+in them. With a store, the file comes from there: the command waits until the checkpoint is sealed. Without a store, the host of the
 checkpoint makes the file, and must be up.
 
 The file appears only when it is complete. With "-o -" it goes to standard output.`,

@@ -67,9 +67,9 @@ The command passes the program's output on as it arrives. The program's exit sta
 program, 126 if it cannot be run, 124 if it was killed at its timeout. Ctrl-C sends the program SIGINT; a second Ctrl-C leaves it running.
 With --json, the command prints the output and the exit status as one object when the program has ended.
 
-With --checkpoint, a checkpoint of the workspace follows the program, as one operation: always, on_change (not if the machine is as before),
-or on_success (if the exit status is 0). The program then may take a minute, or --timeout, which is an hour at most. Its input is empty, and
-the end of its output, 64 KiB of each stream, comes when the operation has ended.`,
+With --checkpoint, the command makes a checkpoint of the workspace after the program, in one operation: always, on_change (unless the
+machine is unchanged) or on_success (if the exit status is 0). The program is killed after a minute, or after --timeout, which is at most an
+hour. It has no input. The last 64 KiB of each stream are printed when the operation has ended. Ctrl-C leaves the operation running.`,
 		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -u nobody -- id\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace\n  coppice ws exec demo --checkpoint on_success -- make test",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {

@@ -524,11 +524,11 @@ class WorkspaceNotReady(PreconditionError):
 
 
 class CheckpointNotReady(PreconditionError):
-    """The checkpoint is still being captured, or is failed or deleted."""
+    """The checkpoint is still being captured, or is failed or deleted; or it is exported and not yet sealed."""
 
     code = "CHECKPOINT_NOT_READY"
     hint = (
-        'Fork another checkpoint.'
+        'Fork another checkpoint; before an export, wait until it is sealed.'
     )
 
 

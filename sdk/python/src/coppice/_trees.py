@@ -14,12 +14,12 @@ SHOWN_WORKSPACES = 5
 
 @dataclass
 class Tree:
-    """A checkpoint and what is below it. A notebook shows it as a tree, and so does `print`."""
+    """A checkpoint and what is below it. A notebook draws it as a tree, and `print` shows it as text."""
 
     nodes: list[models.TreeNode]
-    """Every node after its parent."""
+    """Each node comes after its parent."""
     complete: bool
-    """Otherwise there are more than were asked for."""
+    """False if the server has more nodes."""
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -770,7 +770,7 @@ class StepCondition(Model):
     max_score: float | None = None
     """Inclusive."""
     changed: bool | None = None
-    """Only if the command has changed the machine, as `on_change` of a step of a workspace."""
+    """Only if the command has changed the machine, as with `on_change` in a step of a workspace."""
 
 
 class StepResult(Model):
@@ -785,8 +785,8 @@ class StepResult(Model):
 
 
 class StepActionResult(Model):
-    """With `problem`, the action failed and left nothing behind; a step of a workspace has made no checkpoint.
-    Without it, the files were written and the command has ended, whatever its exit code is.
+    """With `problem`, the action failed: it left nothing behind, or in a step of a workspace, it made no checkpoint.
+    Without `problem`, the files were written and the command has ended, whatever its exit code is.
     """
     index: int
     """Position in the request, from 0."""
@@ -797,11 +797,11 @@ class StepActionResult(Model):
     workspace_id: WorkspaceID | None = None
     """The workspace. If it was forked, it still exists only if `kept` is `workspace`."""
     session_id: SessionID | None = None
-    """Of the command of a step of a workspace."""
+    """The session of the command, in a step of a workspace."""
     operation_id: OperationID | None = None
-    """Of a step of a workspace."""
+    """The operation, in a step of a workspace."""
     unchanged: bool | None = None
-    """The condition `on_change` or `changed` did not hold: the machine is as before the command."""
+    """The condition `on_change` or `changed` did not hold: the command has left the machine unchanged."""
     exit_code: int | None = None
     """128 + signal if a signal ended it. Absent without a command."""
     signal: str | None = None
@@ -2163,7 +2163,7 @@ Timings: TypeAlias = list[Timing]
 FlowOutcome: TypeAlias = str
 # One of http, tls, tcp; a newer server may have others.
 FlowProtocol: TypeAlias = str
-# When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the machine is as before),
+# When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the machine is unchanged),
 # or `on_success` (if the exit code is 0). One of always, on_change, on_success; a newer server may have others.
 StepWhen: TypeAlias = str
 # What an action leaves behind. `checkpoint` (the default) makes a node of the tree and terminates the workspace. Its

@@ -15,7 +15,7 @@ export const hints = {
   CHECKPOINT_INCOMPLETE: "Find out what removes objects from the bucket, such as its lifecycle rules; fork another checkpoint.",
   CHECKPOINT_IN_USE: "Delete it later; resume or terminate the workspace; delete the image. A template stays.",
   CHECKPOINT_NOT_FOUND: "List the checkpoints.",
-  CHECKPOINT_NOT_READY: "Fork another checkpoint.",
+  CHECKPOINT_NOT_READY: "Fork another checkpoint; before an export, wait until it is sealed.",
   CHECKPOINT_PINNED: "`coppice ckpt unpin`.",
   COMMAND_NOT_FOUND: "Check PATH, or give the full path.",
   COMMAND_NOT_STARTED: "Check that it is executable and built for this architecture.",

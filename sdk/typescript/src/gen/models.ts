@@ -617,7 +617,7 @@ export interface WorkspaceStepRequest {
 
 /**
  * When a step of a workspace makes a checkpoint: `always` (the default), `on_change` (unless the
- * machine is as before), or `on_success` (if the exit code is 0).
+ * machine is unchanged), or `on_success` (if the exit code is 0).
  */
 export type StepWhen = "always" | "on_change" | "on_success";
 
@@ -654,7 +654,7 @@ export interface StepCondition {
   min_score?: number;
   /** Inclusive. */
   max_score?: number;
-  /** Only if the command has changed the machine, as `on_change` of a step of a workspace. */
+  /** Only if the command has changed the machine, as with `on_change` in a step of a workspace. */
   changed?: boolean;
 }
 
@@ -667,9 +667,9 @@ export interface StepResult {
 }
 
 /**
- * With `problem`, the action failed and left nothing behind; a step of a workspace has made no
- * checkpoint. Without it, the files were written and the command has ended, whatever its exit
- * code is.
+ * With `problem`, the action failed: it left nothing behind, or in a step of a workspace, it
+ * made no checkpoint. Without `problem`, the files were written and the command has ended,
+ * whatever its exit code is.
  */
 export interface StepActionResult {
   /** Position in the request, from 0. */
@@ -679,11 +679,11 @@ export interface StepActionResult {
   checkpoint_id?: CheckpointID;
   /** The workspace. If it was forked, it still exists only if `kept` is `workspace`. */
   workspace_id?: WorkspaceID;
-  /** Of the command of a step of a workspace. */
+  /** The session of the command, in a step of a workspace. */
   session_id?: SessionID;
-  /** Of a step of a workspace. */
+  /** The operation, in a step of a workspace. */
   operation_id?: OperationID;
-  /** The condition `on_change` or `changed` did not hold: the machine is as before the command. */
+  /** The condition `on_change` or `changed` did not hold: the command has left the machine unchanged. */
   unchanged?: boolean;
   /** 128 + signal if a signal ended it. Absent without a command. */
   exit_code?: number;

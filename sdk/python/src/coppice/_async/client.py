@@ -149,7 +149,7 @@ class AsyncCoppice:
             yield AsyncCheckpoint(self._t, info)
 
     async def tree(self, id_or_name: str, *, depth: int | None = None, limit: int = 10_000) -> Tree:
-        """A checkpoint and what is below it, at most `limit` nodes, to look at: a notebook shows it as a tree."""
+        """A checkpoint and what is below it, at most `limit` nodes, to look at: a notebook draws it as a tree."""
         root = id_or_name if requests.is_id(id_or_name, "ckpt") else (await self.checkpoint(id_or_name)).id
         call = Call(op.getTree, {"checkpoint_id": root}, {"depth": depth})
         nodes = [node async for node in self._t.pages(call, models.TreeNode, limit + 1)]

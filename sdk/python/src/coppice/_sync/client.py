@@ -150,7 +150,7 @@ class Coppice:
             yield Checkpoint(self._t, info)
 
     def tree(self, id_or_name: str, *, depth: int | None = None, limit: int = 10_000) -> Tree:
-        """A checkpoint and what is below it, at most `limit` nodes, to look at: a notebook shows it as a tree."""
+        """A checkpoint and what is below it, at most `limit` nodes, to look at: a notebook draws it as a tree."""
         root = id_or_name if requests.is_id(id_or_name, "ckpt") else (self.checkpoint(id_or_name)).id
         call = Call(op.getTree, {"checkpoint_id": root}, {"depth": depth})
         nodes = [node for node in self._t.pages(call, models.TreeNode, limit + 1)]

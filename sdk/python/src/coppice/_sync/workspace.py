@@ -159,7 +159,7 @@ class Workspace:
     ) -> models.StepActionResult:
         """Writes files, runs a program, and then makes a checkpoint, as one operation. The workspace goes on.
 
-        `when` is `always` (the default), `on_change` (not if the machine is as before) or `on_success` (if the exit code
+        `when` is `always` (the default), `on_change` (unless the machine is unchanged) or `on_success` (if the exit code
         is 0). If the program has run and the checkpoint failed, the result has a `problem`. The program may run for 60
         seconds, or `timeout`.
         """
@@ -195,17 +195,13 @@ class Workspace:
         labels: Mapping[str, str] | None = None,
         annotations: Mapping[str, Any] | None = None,
         pinned: bool | None = None,
-        prepare: int | None = None,
         sealed: bool = False,
         idempotency_key: str = "",
     ) -> Checkpoint:
-        """Records the whole machine. With `sealed`, waits until it is in the store, a minute at most.
-
-        With `prepare`, as many machines are kept ready for its forks, for 2 minutes.
-        """
+        """Records the whole machine. With `sealed`, waits until it is in the store, a minute at most."""
         from .checkpoint import Checkpoint
 
-        call = self._call(op.createCheckpoint, checkpoint_request(name, labels, annotations, pinned, prepare))
+        call = self._call(op.createCheckpoint, checkpoint_request(name, labels, annotations, pinned))
         call.key = idempotency_key
         node = Checkpoint(self._t, self._t.start(call, models.Checkpoint))
         self.info.checkpoint_id = node.id
@@ -290,14 +286,12 @@ def checkpoint_request(
     labels: Mapping[str, str] | None,
     annotations: Mapping[str, Any] | None,
     pinned: bool | None,
-    prepare: int | None = None,
 ) -> models.CreateCheckpointRequest:
     return models.CreateCheckpointRequest(
         name=name,
         labels=dict(labels) if labels else None,
         annotations=dict(annotations) if annotations else None,
         pinned=pinned,
-        prepare=prepare,
     )
 
 

@@ -40,17 +40,17 @@ SHELL = 'exec "$(command -v bash || command -v sh)" -c "$1"'
 SCRIPT = 'exec "$(command -v bash || command -v sh)" "$1"'
 
 MAX_ARGUMENT = 120 << 10
-"""A longer command goes by a file: one argument of a program has at most 128 KiB."""
+"""A longer command is sent as a file: one argument of a program has at most 128 KiB."""
 
 MAX_OUTPUT = 16 << 20
 """What is kept of each stream of a command: its last bytes."""
 
 REFUSED = 126
-"""The exit code of a command that the server or the guest has refused to run, as of a shell."""
+"""The exit code of a command that the server or the guest has refused to run, as in a shell."""
 
 
 class CoppiceEnvironment(BaseEnvironment):
-    """One workspace. `workspace` is it, for what Harbor has no word for: the network, previews, grants."""
+    """One workspace. The property `workspace` gives access to what Harbor has no calls for: the network, previews, grants."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CoppiceEnvironment(BaseEnvironment):
     ) -> None:
         """The options are those of `--ek`.
 
-        `allow` is what a task with a public network may reach, instead of the package managers' sites. With
+        `allow` is what a task with a public network may reach, instead of the bundles in `PACKAGES`. With
         `egress_policy=allow-all` it may reach everything, if the server permits it. A workspace ends after `ttl` seconds.
         """
         self._public = listed(allow)
@@ -180,7 +180,10 @@ class CoppiceEnvironment(BaseEnvironment):
 
     @override
     async def stop(self, delete: bool) -> None:
-        """Ends the workspace; without `delete`, suspends it. Branches, and checkpoints of this object, are gone in any case."""
+        """Ends the workspace and its branches, and deletes its checkpoints without a name.
+
+        Without `delete`, suspends the workspace and keeps the checkpoints.
+        """
         client, ws = self._client, self._workspace
         self._client = self._workspace = None
         if client is None:
@@ -194,7 +197,7 @@ class CoppiceEnvironment(BaseEnvironment):
                 try:
                     await shielded(node.delete())
                 except (errors.NotFoundError, errors.ConflictError, errors.PreconditionError):
-                    pass  # somebody made something of it, to keep
+                    pass  # somebody has deleted it already, or uses it
         finally:
             self._branches.clear()
             self._nodes.clear()
@@ -217,7 +220,7 @@ class CoppiceEnvironment(BaseEnvironment):
     async def branch(self, count: int, node: AsyncCheckpoint | None = None) -> AsyncIterator[list[CoppiceEnvironment]]:
         """Environments that go on from the present state, or from `node`, at the same time. They end with the block.
 
-        `adopt` makes the state of one of them that of this environment, which is what the verifier will see.
+        `adopt` gives this environment the state of one of them, and the verifier sees that state.
         """
         start = node or await self.checkpoint()
         forks = await shielded(start.fork(count), lambda forks: forks.__aexit__())
@@ -231,7 +234,7 @@ class CoppiceEnvironment(BaseEnvironment):
                     self._branches.remove(ws)
 
     def _with(self, workspace: AsyncWorkspace) -> CoppiceEnvironment:
-        """An environment like this one, of another workspace. This one ends it."""
+        """An environment like this one, with another workspace. `branch` ends that workspace."""
         made = copy.copy(self)
         made._workspace = workspace
         return made
