@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/prepare"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
@@ -411,6 +412,7 @@ func TestStepBounds(t *testing.T) {
 		"a condition":         {{Files: make([]guestclient.PutFile, 1), OnlyIf: steps.Condition{ExitCode: new(0)}}},
 		"its annotation":      {{Files: make([]guestclient.PutFile, 1), Node: steps.Node{Annotations: map[string]json.RawMessage{steps.Annotation: json.RawMessage(`1`)}}}},
 		"a node and no node":  {{Files: make([]guestclient.PutFile, 1), Keep: steps.KeepNothing, Node: steps.Node{Name: "a"}}},
+		"machines of no node": {{Files: make([]guestclient.PutFile, 1), Keep: steps.KeepNothing, Node: steps.Node{Prepare: prepare.Wanted{Count: 1}}}},
 		"the name of a node":  {{Files: make([]guestclient.PutFile, 1), Node: steps.Node{Name: "A"}}},
 		"a name of workspace": {{Files: make([]guestclient.PutFile, 1), Name: "A"}},
 	} {

@@ -225,7 +225,7 @@ func (a *Action) check() error {
 	wrong := func(format string, args ...any) error {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, format, args...)
 	}
-	node := a.Node.Name != "" || a.Node.Pinned || len(a.Node.Labels) > 0 || len(a.Node.Annotations) > 0
+	node := a.Node.Name != "" || a.Node.Pinned || a.Node.Prepare != (prepare.Wanted{}) || len(a.Node.Labels) > 0 || len(a.Node.Annotations) > 0
 	switch {
 	case a.Command == nil && len(a.Files) == 0:
 		return wrong("it has neither a command nor files, so it would change nothing: fork the checkpoint instead")

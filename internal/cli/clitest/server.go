@@ -519,6 +519,7 @@ func (f *Server) StepWorkspace(_ context.Context, r api.StepWorkspaceRequestObje
 
 // StepCheckpoint answers in lines: the last action first.
 func (f *Server) StepCheckpoint(_ context.Context, r api.StepCheckpointRequestObject) (api.StepCheckpointResponseObject, error) {
+	f.note(*r.Body)
 	var b bytes.Buffer
 	lines := json.NewEncoder(&b)
 	op := api.StepEvent{OperationID: ID("op", 1)}

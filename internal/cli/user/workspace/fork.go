@@ -19,7 +19,7 @@ import (
 // NewForkCommand makes the command "coppice fork".
 func NewForkCommand(a *cli.App) *cobra.Command {
 	var flags startFlags
-	var count int
+	var count, prepared int
 	var name string
 	var together, spread bool
 	var grants string
@@ -27,7 +27,7 @@ func NewForkCommand(a *cli.App) *cobra.Command {
 		Use:   "fork CHECKPOINT|WORKSPACE",
 		Short: "Fork running workspaces from a checkpoint, or from a running workspace",
 		Long: `Fork running workspaces from a checkpoint, all at once, each with its own identity. For a running workspace, the same operation first takes a
-checkpoint; the workspace goes on.`,
+checkpoint; the workspace goes on. With --prepare, machines for more forks of the checkpoint are kept ready for 2 minutes.`,
 		Example: "  coppice fork demo -n 4\n  coppice fork 9r4w6xcv --name attempt -n 8 --ttl 10m",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -47,6 +47,11 @@ checkpoint; the workspace goes on.`,
 			if spread && cp == nil {
 				return exit.Misuse(errors.New("--spread needs a sealed checkpoint; the new checkpoint of a running workspace is only on its runner"))
 			}
+			if cp != nil && prepared != 0 { // before the fork: what is refused changes nothing
+				if _, err := client.Prepare(ctx, cp.ID, coppice.PrepareRequest{Count: prepared}); err != nil {
+					return err
+				}
+			}
 			began := time.Now()
 			done := a.Working(ctx, fmt.Sprintf("making %d forks", count))
 			var res coppice.ForkResult
@@ -59,6 +64,7 @@ checkpoint; the workspace goes on.`,
 				res, err = client.ForkWorkspace(ctx, ws.ID, coppice.ForkWorkspaceRequest{
 					Count: &count, BranchName: name, AllOrNothing: together, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
 					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, OnTTL: s.onTTL, Grants: grant.OfFork(grants),
+					Checkpoint: coppice.CreateCheckpointRequest{Prepare: prepared},
 				})
 			}
 			done()
@@ -82,6 +88,7 @@ checkpoint; the workspace goes on.`,
 	f := c.Flags()
 	f.IntVarP(&count, "count", "n", 1, "how `many`")
 	f.StringVar(&name, "name", "", "`name` of the child; for several children, -1, -2, ... are appended")
+	f.IntVar(&prepared, "prepare", 0, "number of `machines` to keep ready for more forks of the checkpoint")
 	f.BoolVar(&together, "all-or-nothing", false, "if one fails, destroy all")
 	f.BoolVar(&spread, "spread", false, "distribute the children evenly over all runners; the checkpoint must be sealed")
 	grantsFlag(c, &grants)

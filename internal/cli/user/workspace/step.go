@@ -20,7 +20,8 @@ import (
 
 // NewStepCommand makes the command "coppice step".
 func NewStepCommand(a *cli.App) *cobra.Command {
-	return &cobra.Command{
+	var prepared int
+	c := &cobra.Command{
 		Use:   "step CHECKPOINT FILE",
 		Short: "Try several actions from a checkpoint, each in a fork of its own",
 		Long: `Try several actions from a checkpoint, each in a fork of its own. FILE, or - for standard input, is the request as JSON:
@@ -34,6 +35,11 @@ The results come as the actions end; the table is in the order of the file. An a
 			var req coppice.StepRequest
 			if err := readStep(c.InOrStdin(), args[1], &req); err != nil {
 				return exit.Misuse(err)
+			}
+			for i := range req.Actions {
+				if one := &req.Actions[i]; (one.Keep == "" || one.Keep == coppice.KeepCheckpoint) && one.Checkpoint.Prepare == 0 {
+					one.Checkpoint.Prepare = prepared
+				}
 			}
 			client, cp, err := find.ClientAndCheckpoint(c.Context(), a, args[0])
 			if err != nil {
@@ -56,6 +62,8 @@ The results come as the actions end; the table is in the order of the file. An a
 			return errors.Join(err, a.Print(list, func(w io.Writer) error { return printStep(w, list) }))
 		},
 	}
+	c.Flags().IntVar(&prepared, "prepare", 0, "number of `machines` to keep ready for forks of each checkpoint that is kept, for 2 minutes")
+	return c
 }
 
 func readStep(stdin io.Reader, file string, req *coppice.StepRequest) error {

@@ -47,6 +47,27 @@ func TestTables(t *testing.T) {
 	clitest.Golden(t, "tables.txt", b.String())
 }
 
+// TestForkPrepares: machines are asked for before the fork of a checkpoint, and in the request that forks a workspace.
+func TestForkPrepares(t *testing.T) {
+	t.Parallel()
+	f, run := clitest.NewServer(t, NewForkCommand)
+	cp := clitest.Checkpoint(1, 0, nil)
+	f.Workspaces, f.Checkpoints = []api.Workspace{clitest.Workspace(1, "demo", api.WorkspaceReady)}, []api.Checkpoint{cp}
+	for _, node := range []string{"demo", cp.ID} {
+		if status, _, stderr := run("fork", node, "-n", "2", "--prepare", "3"); status != exit.OK {
+			t.Errorf("%s: status %d, %q", node, status, stderr)
+		}
+	}
+	if len(f.Requests) != 3 {
+		t.Fatalf("%+v", f.Requests)
+	}
+	fork, isFork := f.Requests[0].(api.ForkWorkspaceRequest)
+	ask, isAsk := f.Requests[1].(api.PrepareRequest)
+	if !isFork || !isAsk || fork.Checkpoint.Prepare != 3 || ask.Count != 3 {
+		t.Errorf("%+v", f.Requests)
+	}
+}
+
 func TestForkWithAFailedChild(t *testing.T) {
 	t.Parallel()
 	f, run := clitest.NewServer(t, NewForkCommand)

@@ -194,13 +194,17 @@ class AsyncWorkspace:
         labels: Mapping[str, str] | None = None,
         annotations: Mapping[str, Any] | None = None,
         pinned: bool | None = None,
+        prepare: int | None = None,
         sealed: bool = False,
         idempotency_key: str = "",
     ) -> AsyncCheckpoint:
-        """Records the whole machine. With `sealed`, waits until it is in the store, a minute at most."""
+        """Records the whole machine. With `sealed`, waits until it is in the store, a minute at most.
+
+        With `prepare`, as many machines are kept ready for its forks, for 2 minutes.
+        """
         from .checkpoint import AsyncCheckpoint
 
-        call = self._call(op.createCheckpoint, checkpoint_request(name, labels, annotations, pinned))
+        call = self._call(op.createCheckpoint, checkpoint_request(name, labels, annotations, pinned, prepare))
         call.key = idempotency_key
         node = AsyncCheckpoint(self._t, await self._t.start(call, models.Checkpoint))
         self.info.checkpoint_id = node.id
@@ -285,12 +289,14 @@ def checkpoint_request(
     labels: Mapping[str, str] | None,
     annotations: Mapping[str, Any] | None,
     pinned: bool | None,
+    prepare: int | None = None,
 ) -> models.CreateCheckpointRequest:
     return models.CreateCheckpointRequest(
         name=name,
         labels=dict(labels) if labels else None,
         annotations=dict(annotations) if annotations else None,
         pinned=pinned,
+        prepare=prepare,
     )
 
 
