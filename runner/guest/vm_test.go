@@ -65,8 +65,9 @@ func startVM(t *testing.T, o vmOptions) *vm {
 	}
 	args := []string{
 		"-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-M", "pc,usb=off,vmport=off,smm=off,hpet=off",
-		"-accel", "tcg", "-cpu", "max", "-m", "256M", "-smp", "1",
-		"-kernel", img.Kernel, "-initrd", img.Initrd, "-append", strings.TrimSpace(img.CommandLine + " " + o.cmdline),
+		// What emulation does badly is left out, as runner/vmm/qemu does.
+		"-accel", "tcg", "-cpu", "max,erms=off,fsrm=off", "-m", "256M", "-smp", "1",
+		"-kernel", img.Kernel, "-initrd", img.Initrd, "-append", strings.TrimSpace(img.CommandLine + " mitigations=off no_timer_check " + o.cmdline),
 		"-chardev", "file,id=con,path=" + v.file("console"), "-serial", "chardev:con",
 		"-qmp", "unix:" + v.file("qmp") + ",server=on,wait=off",
 		"-drive", "if=none,id=root,format=raw,readonly=on,file=" + img.RootFS, "-device", "virtio-blk-pci,drive=root",
