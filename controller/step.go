@@ -129,7 +129,7 @@ func newSteps(c *Controller) *steps.Stepper {
 			}
 			return true, nil
 		},
-		Workspace: c.Workspace, Checkpoint: c.Tree.Checkpoint,
+		Workspace: c.Workspace, Reach: c.reach, Checkpoint: c.Tree.Checkpoint,
 		Write: c.guests.PutFile, Audit: c.Tenancy.AuditFile, Exec: c.ExecOnce, Mark: c.Mark, Insist: c.forks.Insist,
 	}, partStore[steps.Tx]{c.store.Store, func(tx AllTx) steps.Tx { return tx }}, c.log)
 }

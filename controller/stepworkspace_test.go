@@ -150,3 +150,22 @@ func TestStepWorkspaceBounds(t *testing.T) {
 	}
 	w.step(w.checkpoint(ws.ID).ID, 1, command("inc"))
 }
+
+// TestStepOfSuspendedWorkspace: the files of a step resume a workspace with auto-resume, as its command does.
+func TestStepOfSuspendedWorkspace(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	on := true
+	if _, err := w.PatchWorkspace(t.Context(), w.project, ws.ID, controller.WorkspacePatch{AutoResume: &on}); err != nil {
+		t.Fatal(err)
+	}
+	files := []guestclient.PutFile{{Path: "/workspace/in", Content: []byte("0.5\n")}}
+	for _, do := range []steps.Action{{Files: files}, {Files: files, Command: command("inc").Command}, command("inc")} {
+		w.suspend(ws.ID)
+		if r := w.stepIn(ws, steps.Always, do); r.Kept != steps.KeepCheckpoint {
+			t.Errorf("%+v", r)
+		}
+	}
+	w.consistent()
+}

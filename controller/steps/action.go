@@ -161,8 +161,12 @@ func (w *work) prepareMore(ctx context.Context, row *Row) error {
 
 func (w *work) write(ctx context.Context, row *Row) error {
 	var ws model.Workspace
+	find := w.uses.Workspace
+	if w.Borrowed != "" { // it may be suspended
+		find = w.uses.Reach
+	}
 	if err := w.insist(ctx, func() (err error) {
-		ws, err = w.uses.Workspace(ctx, w.Project, row.Workspace)
+		ws, err = find(ctx, w.Project, row.Workspace)
 		return err
 	}); err != nil {
 		return err

@@ -62,7 +62,9 @@ type Uses struct {
 	// Await waits for the end of an operation. It returns why the operation failed, or why the only child of a fork did.
 	Await func(ctx context.Context, project core.ProjectID, id core.OperationID, wait time.Duration) (done bool, err error)
 
-	Workspace  func(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (model.Workspace, error)
+	Workspace func(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (model.Workspace, error)
+	// Reach returns a workspace whose guest can get requests; it resumes one with auto-resume.
+	Reach      func(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (model.Workspace, error)
 	Checkpoint func(ctx context.Context, project core.ProjectID, id core.CheckpointID) (model.Checkpoint, error)
 	Write      func(ctx context.Context, s model.Sandbox, f guestclient.PutFile) error
 	// Audit records that a file is about to be written, or, with a problem, that it was not.
