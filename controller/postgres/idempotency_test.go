@@ -3,6 +3,7 @@ package postgres_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"time"
 
@@ -152,5 +153,30 @@ func TestUnknownOutcomeIsNotRepeated(t *testing.T) {
 	})
 	if core.CodeOf(err) != core.CodeDatabaseUnavailable || runs != 1 {
 		t.Errorf("%d runs, %v", runs, err)
+	}
+}
+
+// TestOperationOfKey: the operation that a request began is found without a look at the others.
+func TestOperationOfKey(t *testing.T) {
+	t.Parallel()
+	const many = 5_000
+	d := newDB(t)
+	d.exec(fmt.Sprintf(`INSERT INTO operations (id, project_id, kind, state, input)
+		SELECT 'op_' || n, '%s', 'build_image', 'pending', '{}' FROM generate_series(1, %d) n`, d.project, many))
+	d.exec(`ANALYZE operations`)
+	d.claim("op_7")
+	read := d.counted(func() {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
+			list, err := tx.Operations(ctx, controller.OperationFilter{
+				Page: controller.Page{Limit: 20}, Kinds: []controller.OperationKind{controller.OpBuildImage}, ClaimedBy: "key",
+			})
+			if len(list) != 1 || list[0].ID != "op_7" {
+				t.Errorf("%d operations", len(list))
+			}
+			return err
+		})
+	})
+	if read > many/20 {
+		t.Errorf("%d rows are read", read)
 	}
 }

@@ -69,7 +69,9 @@ func (t *tx) Operations(ctx context.Context, f controller.OperationFilter) ([]co
 	q.Equal("workspace_id", string(f.WorkspaceID))
 	q.Equal("checkpoint_id", string(f.Checkpoint))
 	if f.ClaimedBy != "" {
-		q.Add("o.id = (SELECT k.object_id FROM idempotency_keys k WHERE k.project_id = o.project_id AND k.key = @claim AND k.expires_at > now())", "claim", f.ClaimedBy)
+		// The condition is not about o, so that it is evaluated once, and not for each operation.
+		q.Add(`o.id = (SELECT k.object_id FROM idempotency_keys k WHERE k.project_id = (SELECT current_setting('coppice.project_id'))
+			AND k.key = @claim AND k.expires_at > now())`, "claim", f.ClaimedBy)
 	}
 	if f.CanceledOf != "" {
 		q.Add("o.cancel_requested_at IS NOT NULL AND o.state = 'running' AND o.lease_owner = @owner AND (o.kind <> 'fork_workspace' OR o.step = 'fork')", "owner", f.CanceledOf)
