@@ -215,7 +215,7 @@ func unfinishedOf(o controller.Operation) api.Operation {
 func operationOf(a controller.Answer) (api.Operation, error) {
 	o := a.Operation
 	out := unfinishedOf(o)
-	if o.State != core.OperationSucceeded && (o.Kind != controller.OpStepCheckpoint || !o.State.Done()) {
+	if o.State != core.OperationSucceeded && (!o.State.Done() || o.Kind != controller.OpStepCheckpoint && (o.Kind != controller.OpStepWorkspace || len(a.Result.Steps) == 0)) {
 		return out, nil
 	}
 	var body any

@@ -80,9 +80,9 @@ func stepActionIn(field string, b api.StepAction) (steps.Action, error) {
 	return a, below(field, err)
 }
 
-// withSteps adds what the actions of a step that failed have left. A key that may not run commands sees nothing of what they wrote.
+// withSteps adds what the actions of a step that failed, or was canceled, have left. A key that may not run commands sees nothing of what they wrote.
 func (s *server) withSteps(ctx context.Context, a *controller.Answer) (err error) {
-	if a.Operation.Kind == controller.OpStepCheckpoint && a.Operation.Problem != nil {
+	if k := a.Operation.Kind; (k == controller.OpStepCheckpoint || k == controller.OpStepWorkspace) && a.Operation.Problem != nil {
 		a.Result.Steps, err = s.control.Steps.Results(ctx, projectOf(ctx), a.Operation.ID)
 	}
 	if core.MissingScope(controller.KeyOf(ctx).Scopes, core.ScopeWorkspaceExec) != "" {

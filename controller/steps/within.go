@@ -40,7 +40,7 @@ func AdmitWithin(ctx context.Context, tx AdmitTx, op operations.Operation, a Act
 	return tx.InsertStepActions(ctx, op.ProjectID, op.Kind, op.ID, []Action{a}, maxWithin)
 }
 
-// Failure is why a step of a workspace failed as a whole. A step that has run its command has a result, also if its checkpoint failed.
+// Failure is why a step of a workspace failed as a whole. A step that has run its command has a result, even if its checkpoint failed.
 func Failure(list []Result) error {
 	if len(list) == 1 && list[0].Problem != nil && list[0].Session == "" && list[0].Checkpoint == "" {
 		return list[0].Problem.Err()

@@ -69,6 +69,7 @@ var pages = []page{
 	{file: "docs/DEVELOPING.md", all: "they run tests"},
 	{file: "docs/IMAGES.md", all: byImages},
 	{file: "docs/OPERATIONS.md", all: bySystem + "; the pool's commands need several hosts: internal/test/e2e.TestPool"},
+	{file: "docs/ADAPTERS.md", all: "`make test-sdk` runs Harbor with these tasks"},
 	{file: "docs/COMPATIBILITY.md", all: "`make test-compat` runs these clients with these settings"},
 	{file: "docs/verification/cloud-hypervisor.md", all: byBare},
 }
