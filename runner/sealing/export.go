@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -81,20 +82,35 @@ func (s *Sealer) pack(ctx context.Context, id core.CheckpointID, in runnerapi.Ex
 			most += r.Length
 		}
 	}
-	room, err := s.cfg.Room.Reserve(most)
+	reserved, err := s.cfg.Room.Reserve(most)
 	if err != nil {
 		return nil, err
 	}
-	defer room.Release()
+	defer reserved.Release()
 	h, err := s.header(ckpt, in.ProjectID)
 	if err != nil {
 		return nil, err
 	}
-	written, err := snapshotstore.Write(ctx, to, exportPrefix, h, nil, images, snapshotstore.Options{Dir: s.cfg.DataDir})
+	written, err := snapshotstore.Write(ctx, counting{to, reserved}, exportPrefix, h, nil, images, snapshotstore.Options{Dir: s.cfg.DataDir})
 	if err != nil {
 		return nil, err
 	}
 	return snapshotstore.NewExport(written.Snapshot, in.ImageName)
+}
+
+// counting is a store that takes what is written out of a reservation: the file system counts it from then on.
+type counting struct {
+	*dir.Store
+	room *room.Reservation
+}
+
+// Put implements blob.Blobs.
+func (c counting) Put(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error {
+	err := c.Store.Put(ctx, key, body, size, digest)
+	if err == nil {
+		c.room.Wrote(size)
+	}
+	return err
 }
 
 // header is the header of a checkpoint's manifest.
