@@ -99,6 +99,7 @@ func (c *Controller) fromProject(ctx context.Context, project core.ProjectID, im
 func newBuilds(c *Controller) *builds.Builder {
 	return builds.New(builds.Uses{
 		Guests: c.guests, Steps: c.Steps, Uploads: c.Uploads, FindImage: c.fleet.FindImage, Checkpoint: c.Tree.Checkpoint,
+		MayPull: c.fleet.MayPull, Pull: c.fleet.Pull,
 		Start: func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest) error {
 			_, err := c.StartSession(ctx, project, id, req)
 			return err

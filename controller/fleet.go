@@ -45,7 +45,7 @@ func newFleet(c *Controller) *fleet.Fleet {
 	return fleet.New(fleet.Config{
 		ClusterID: c.cfg.ClusterID, Trust: c.cfg.Trust, CertificateLife: c.cfg.CertificateLife,
 		Lease: c.cfg.RunnerLease, Fence: c.cfg.RunnerFence, UsageInterval: c.cfg.UsageInterval, DropPause: c.cfg.LoopInterval,
-		Certify: certify, Used: c.idle.Add, Go: c.operations.Go, Log: c.log,
+		Certify: certify, Used: c.idle.Add, Go: c.operations.Go, Registries: c.cfg.ImageRegistries, PullRetry: c.cfg.RunnerRetry, Log: c.log,
 	}, partStore[fleet.Tx]{c.store.Store, func(tx AllTx) fleet.Tx { return tx }}, c.runners)
 }
 

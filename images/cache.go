@@ -27,6 +27,8 @@ const (
 	KindOrigin  = "origin"
 	// KindReference is a fact about the reference of a pulled image.
 	KindReference = "reference"
+	// KindPulled is a fact about an image that was pulled for a project.
+	KindPulled = "pulled"
 )
 
 // BuildFact is the cached result of a whole build.
@@ -116,7 +118,7 @@ func (s *Store) pruneCache(ctx context.Context) error {
 				continue
 			}
 			errs = append(errs, s.discard(ctx, path))
-		case strings.HasPrefix(e.Name(), KindBuild+"-"), strings.HasPrefix(e.Name(), KindOrigin+"-"), strings.HasPrefix(e.Name(), KindReference+"-"):
+		case strings.HasPrefix(e.Name(), KindBuild+"-"), strings.HasPrefix(e.Name(), KindOrigin+"-"), strings.HasPrefix(e.Name(), KindReference+"-"), strings.HasPrefix(e.Name(), KindPulled+"-"):
 			var fact BuildFact
 			if s.cacheGet(e.Name(), &fact) {
 				if _, err := os.Lstat(s.imageDir(fact.Digest)); err == nil {

@@ -30,6 +30,8 @@ type Image struct {
 	CommandLine string
 	// References are the whole references under which the image was pulled, sorted. Only List sets them.
 	References []string
+	// Pulled means that the image was pulled for a project; of an image of List.
+	Pulled bool
 	// CreatedAt is when the image was published in this store. It is not part of the digest.
 	CreatedAt time.Time
 	// SizeBytes is the sum of the files' apparent sizes without the overlay, which is sparse and nearly empty.

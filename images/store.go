@@ -65,6 +65,10 @@ func (s *Store) List() ([]Image, error) {
 	if err != nil {
 		return nil, err
 	}
+	pulled, err := s.pulled()
+	if err != nil {
+		return nil, err
+	}
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
 		return nil, fmt.Errorf("list images: %w", err)
@@ -85,6 +89,7 @@ func (s *Store) List() ([]Image, error) {
 			continue
 		}
 		img.References = references[digest]
+		_, img.Pulled = pulled[digest]
 		named := false
 		for name, d := range names {
 			if d == digest {

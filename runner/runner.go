@@ -327,7 +327,7 @@ func (r *Runner) Images() ([]runnerapi.Image, error) {
 	}
 	out := make([]runnerapi.Image, 0, len(list))
 	for _, i := range list {
-		out = append(out, runnerapi.Image{Name: i.Name, Digest: i.Digest, SizeBytes: i.SizeBytes, CreatedAt: i.CreatedAt, References: i.References})
+		out = append(out, runnerapi.Image{Name: i.Name, Digest: i.Digest, SizeBytes: i.SizeBytes, CreatedAt: i.CreatedAt, References: i.References, Unlisted: i.Pulled && i.Name == ""})
 	}
 	return out, nil
 }

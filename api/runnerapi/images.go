@@ -17,6 +17,9 @@ func SumImages(list []Image) string {
 	h := sha256.New()
 	for _, i := range sorted {
 		fmt.Fprintf(h, "%q %s %d %d\n", i.Name, i.Digest, i.SizeBytes, i.CreatedAt.UnixNano())
+		if i.Unlisted {
+			fmt.Fprintln(h, "unlisted")
+		}
 		for _, r := range i.References {
 			fmt.Fprintf(h, "%q\n", r)
 		}

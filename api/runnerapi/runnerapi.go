@@ -21,6 +21,7 @@ const Version = 1
 const (
 	PathInfo              = "/v1/info"                           // GET -> Info
 	PathImages            = "/v1/images"                         // GET -> Images
+	PathPull              = "/v1/pulls/{id}"                     // PUT Pull -> PullState: pull an image; repeat it until it is done
 	PathTemplates         = "/v1/templates"                      // POST Template -> Checkpoint: boot an image once and capture it
 	PathForks             = "/v1/forks"                          // POST Fork -> ForkResult
 	PathSandboxes         = "/v1/sandboxes"                      // GET -> Sandboxes
@@ -129,6 +130,8 @@ type Image struct {
 	// References are the whole names under which the image was pulled, such as index.docker.io/library/python:3.12-slim. Each element of
 	// the list with this digest has all of them.
 	References []string `json:"references,omitempty"`
+	// Unlisted means that the image was pulled for a project. Only who has its digest finds it.
+	Unlisted bool `json:"unlisted,omitempty"`
 }
 
 // Images is the answer of PathImages.

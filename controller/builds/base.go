@@ -2,10 +2,13 @@ package builds
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/builds/plan"
 	"github.com/coppice-dev/coppice/controller/steps"
 	"github.com/coppice-dev/coppice/core"
@@ -39,14 +42,14 @@ func (w *build) begin(ctx context.Context, image *Image) ([]plan.Instruction, pl
 	if known {
 		return w.from(ctx, text, base, config, list, row, image)
 	}
-	found, err := w.uses.FindImage(ctx, from)
+	found, err := w.image(ctx, from)
 	if err != nil {
 		return nil, config, err
 	}
 	r := w.Spec.Resources
-	w.key = digestOf("image", string(found.Digest), strconv.Itoa(r.VCPUs), strconv.Itoa(r.MemoryMiB), strconv.Itoa(r.DiskGiB), string(w.Spec.Egress), strings.Join(w.Spec.Allow, " "))
+	w.key = digestOf("image", string(found), strconv.Itoa(r.VCPUs), strconv.Itoa(r.MemoryMiB), strconv.Itoa(r.DiskGiB), string(w.Spec.Egress), strings.Join(w.Spec.Allow, " "))
 	made := w.key
-	create := func(ctx context.Context, note steps.Note) error { return w.Create(ctx, string(found.Digest), note) }
+	create := func(ctx context.Context, note steps.Note) error { return w.Create(ctx, string(found), note) }
 	if err := w.machine(ctx, 0, text, steps.Action{}, create); err != nil {
 		return nil, config, err
 	}
@@ -199,4 +202,34 @@ func (w *build) settle(ctx context.Context, base core.CheckpointID) error {
 		return err
 	}
 	return w.uses.Steps.Settle(ctx, w.Ref, 0, steps.Result{Kept: steps.KeepCheckpoint, Checkpoint: base})
+}
+
+// image finds the image of the runners on which the build is based. If none has it, and it is the reference of an image in a registry, a runner
+// pulls it.
+func (w *build) image(ctx context.Context, from string) (core.Digest, error) {
+	found, err := w.uses.FindImage(ctx, from)
+	if core.CodeOf(err) != core.CodeImageNotFound || !w.uses.MayPull(from) {
+		return found.Digest, err
+	}
+	w.say("#1 pull %s\n", from)
+	var last runnerapi.PullState
+	var at time.Time
+	digest, err := w.uses.Pull(ctx, w.ID, from, w.Spec.Resources, func(s runnerapi.PullState) {
+		if s == last || s.Stage == last.Stage && !s.Done && time.Since(at) < pullEvery {
+			return
+		}
+		last, at = s, time.Now()
+		text := s.Stage
+		if s.Layers > 0 {
+			text = fmt.Sprintf("%s: %d of %d layers, %d of %d bytes", s.Stage, s.LayersDone, s.Layers, s.BytesDone, s.Bytes)
+		}
+		w.say("#1 %s\n", text)
+		if err := w.Progress(ctx, "pull "+text); err != nil {
+			w.log.InfoContext(ctx, "progress of a pull not written", "operation_id", w.ID, "err", err)
+		}
+	})
+	if err == nil {
+		w.say("#1 pulled %s, manifest %s\n", last.Reference, last.Manifest)
+	}
+	return digest, err
 }

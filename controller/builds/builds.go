@@ -25,6 +25,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/builds/dockerfile"
 	"github.com/coppice-dev/coppice/controller/builds/plan"
 	"github.com/coppice-dev/coppice/controller/guestclient"
@@ -51,6 +52,7 @@ const (
 	buildTime   = 12 * time.Hour
 	runTime     = time.Hour        // of one command
 	copyTime    = 20 * time.Minute // of one copy
+	pullEvery   = 2 * time.Second  // between two reports of how far a pull is
 	readyTime   = 2 * time.Minute  // for a service to become ready, unless the request says
 	logsKept    = 24 * time.Hour
 	sweepBatch  = 50
@@ -178,8 +180,11 @@ type Uses struct {
 	Steps   *steps.Stepper
 	Uploads *uploads.Keeper
 	// Start starts a program in a workspace. A repeat under the same claim starts none.
-	Start      func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest) error
-	FindImage  func(ctx context.Context, ref string) (model.Image, error)
+	Start     func(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req guestclient.ExecRequest) error
+	FindImage func(ctx context.Context, ref string) (model.Image, error)
+	// MayPull reports whether an image that no runner has is looked for in a registry, and Pull has a runner make it. id names the pull.
+	MayPull    func(ref string) bool
+	Pull       func(ctx context.Context, id core.OperationID, ref string, res core.Resources, show func(runnerapi.PullState)) (core.Digest, error)
 	Checkpoint func(ctx context.Context, project core.ProjectID, id core.CheckpointID) (model.Checkpoint, error)
 	// File reads a file of a checkpoint of at most most bytes; FILE_NOT_FOUND.
 	File func(ctx context.Context, project core.ProjectID, id core.CheckpointID, path string, most int) ([]byte, error)

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/tenancy"
 	"github.com/coppice-dev/coppice/internal/bootclock"
+	"github.com/coppice-dev/coppice/internal/imageref"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
@@ -53,6 +54,9 @@ type Config struct {
 	SessionsKept time.Duration  // how long the rows of an ended machine's sessions are kept; default 1 h
 	// AllowAllEgress allows the egress policy allow-all to projects without a setting of their own.
 	AllowAllEgress bool
+
+	// ImageRegistries are those from which projects may pull images; the zero value is none.
+	ImageRegistries imageref.Registries
 
 	// Store is the store in which runners keep checkpoints for each other; nil: there is none. The controller only removes garbage from it.
 	Store      blob.Blobs

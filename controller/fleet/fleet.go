@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/cluster"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/imageref"
 )
 
 // Store runs transactions. Package controller/postgres has the methods of Tx.
@@ -42,6 +43,8 @@ type Tx interface {
 // Runners calls runners by their endpoint. A repeated call changes nothing. The error is Unavailable if a runner cannot be reached.
 type Runners interface {
 	Images(ctx context.Context, endpoint string) ([]runnerapi.Image, error)
+	// Pull begins the pull of an image, or says how far it is.
+	Pull(ctx context.Context, endpoint string, id core.OperationID, in runnerapi.Pull) (runnerapi.PullState, error)
 	DeleteSandbox(ctx context.Context, endpoint string, id core.SandboxID) error
 	DeleteCheckpoint(ctx context.Context, endpoint string, id core.CheckpointID) error
 }
@@ -63,6 +66,10 @@ type Config struct {
 	Used func(core.WorkspaceID)
 	// Go runs work that the end of the controller cancels and waits for. It returns false, and runs nothing, if the controller is stopping.
 	Go func(work func(ctx context.Context)) bool
+
+	// Registries are those from which projects may pull images, and PullRetry is how long a pull waits for a silent runner.
+	Registries imageref.Registries
+	PullRetry  time.Duration
 
 	Log *slog.Logger
 }

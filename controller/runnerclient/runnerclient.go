@@ -315,6 +315,12 @@ func (c *Client) Prepare(ctx context.Context, endpoint string, in runnerapi.Prep
 	return out, err
 }
 
+// Pull begins the pull of an image, or asks how far it is.
+func (c *Client) Pull(ctx context.Context, endpoint string, id core.OperationID, in runnerapi.Pull) (out runnerapi.PullState, err error) {
+	err = c.call(ctx, c.timeouts.Call, endpoint, http.MethodPut, with(runnerapi.PathPull, id, ""), in, &out)
+	return out, err
+}
+
 // Console returns the tail of a console.
 func (c *Client) Console(ctx context.Context, endpoint string, sandbox core.SandboxID) (io.ReadCloser, error) {
 	res, err := c.do(ctx, endpoint, http.MethodGet, with(runnerapi.PathSandboxConsole, sandbox, ""), nil)

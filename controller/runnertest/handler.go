@@ -65,6 +65,9 @@ func (r *Runner) Handler() http.Handler {
 		}
 		reply(w, nil, nil)
 	})
+	mux.HandleFunc("PUT "+runnerapi.PathPull, call(func(_ context.Context, q *http.Request, in runnerapi.Pull) (any, error) {
+		return r.pull(core.OperationID(q.PathValue("id")), in)
+	}))
 	mux.HandleFunc("PUT "+runnerapi.PathPrepared, call(func(_ context.Context, _ *http.Request, in runnerapi.Prepare) (any, error) {
 		out, err := r.prepare(in)
 		return out, err

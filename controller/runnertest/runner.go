@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/fakeguest"
 	"github.com/coppice-dev/coppice/internal/attest"
 	"github.com/coppice-dev/coppice/internal/test/testaddr"
+	"github.com/coppice-dev/coppice/runner/pulls"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
@@ -95,6 +96,7 @@ type Runner struct {
 	interims    int
 	diskFreeMB  int64
 	old         bool              // see SetOld
+	pulls       *pulls.Pulls      // nil: none; see SetPull
 	preparing   *preparing        // nil: nobody has asked for machines
 	claims      []int64           // prepared machines that children took
 	ended       []runnerapi.Usage // of sandboxes that were removed, until a heartbeat by differences has reported it

@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build/authority"
 )
 
 // BasePackages are the packages of every Debian image in addition to the essential ones.
@@ -49,6 +50,13 @@ type Options struct {
 	Stdin   io.Reader
 	// Pulled is an image of a registry. Not with FromTar, Packages and Authorities.
 	Pulled *Pulled
+	// On is the name or digest of an image of the store, whose kernel, initrd and overlay disk a pulled image gets. So nothing is needed
+	// from Debian's archives, and no agent.
+	On string
+	// ForProject publishes a pulled image without a name, for a project: see images.Staging.RecordPulled.
+	ForProject bool
+	// MaxBytes bounds the files of a pulled image, if it is not 0.
+	MaxBytes int64
 	// Env is the default environment of sessions in the guest; `docker export` loses the image's own. That of a pulled image
 	// is there without it, and these variables come on top.
 	Env map[string]string
@@ -104,15 +112,21 @@ func Image(ctx context.Context, store *images.Store, o Options) (images.Image, e
 			return images.Image{}, errors.Join(err, staging.Close())
 		}
 	}
-	b := &builder{store: staging, o: o, source: source, tmp: staging.Dir}
+	b := &builder{store: staging, on: store, o: o, source: source, tmp: staging.Dir}
 	if o.Log != nil {
 		b.log = &lockedWriter{w: o.Log}
 	}
-	img, err := b.build(ctx)
+	work := b.build
+	if o.On != "" {
+		work = b.buildOn
+	}
+	img, err := work(ctx)
 	if err = errors.Join(err, staging.Close()); err != nil {
 		return images.Image{}, err
 	}
-	img.Name = o.Name
+	if !o.ForProject {
+		img.Name = o.Name
+	}
 	return img, nil
 }
 
@@ -165,7 +179,7 @@ func (o Options) validate() (Options, error) {
 	if o.Pulled != nil && (o.FromTar != "" || len(o.Packages) > 0 || o.Authorities != "") {
 		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "packages, certificate authorities and an archive cannot be added to a pulled image; add them in its Dockerfile")
 	}
-	if _, err := checkAuthorities(o.Authorities); err != nil {
+	if _, err := authority.Check(o.Authorities); err != nil {
 		return o, err
 	}
 	if o.FromTar == "-" && o.Stdin == nil {
@@ -173,6 +187,9 @@ func (o Options) validate() (Options, error) {
 	}
 	if o.Suite != "" && !packageName.MatchString(o.Suite) {
 		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not the name of a Debian suite", core.Clip(o.Suite))
+	}
+	if o.On != "" {
+		return o, checkEnv(o.Env)
 	}
 	if o.AgentBinary == "" {
 		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "no guest agent was named; cure: CGO_ENABLED=0 go build ./cmd/coppice-guest")
@@ -184,6 +201,7 @@ func (o Options) validate() (Options, error) {
 // builder is one build. Its stages may run at the same time.
 type builder struct {
 	store  *images.Staging // nil: nothing is published
+	on     *images.Store   // has the image of Options.On
 	o      Options
 	source string
 	tmp    string
@@ -252,6 +270,9 @@ func (b *builder) build(ctx context.Context) (images.Image, error) {
 
 // name points the name at the image.
 func (b *builder) name(d core.Digest) error {
+	if b.o.ForProject {
+		return b.store.RecordPulled(d)
+	}
 	if p := b.o.Pulled; p != nil && p.Repository != "" {
 		if err := errors.Join(b.store.RecordOrigin(p.Repository, d), b.store.RecordReferences(d, p.Reference, p.Repository+"@"+string(p.Manifest))); err != nil {
 			return err

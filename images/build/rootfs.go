@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/images/build/authority"
 )
 
 // rootInput is everything that a root file system depends on.
@@ -55,7 +56,7 @@ func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error
 		in.Suite, in.Sources, in.Requested, in.Packages = b.apt.suite, string(b.apt.deb822()), b.o.Packages, r.Packages
 		in.Excludes = dpkgExcludes
 		var err error
-		in.Authorities, err = checkAuthorities(b.o.Authorities)
+		in.Authorities, err = authority.Check(b.o.Authorities)
 		return in, err
 	}
 	if p := b.o.Pulled; p != nil {
@@ -216,7 +217,7 @@ func (b *builder) debianTree(ctx context.Context, in rootInput, tree string) ([]
 	for _, o := range dpkgExcludes {
 		args = append(args, "--dpkgopt="+o)
 	}
-	hooks, err := authorityHooks(in.Authorities, filepath.Join(b.tmp, "authorities"))
+	hooks, err := authority.Hooks(in.Authorities, filepath.Join(b.tmp, "authorities"))
 	if err != nil {
 		return nil, err
 	}
@@ -267,7 +268,11 @@ func (b *builder) layerTree(ctx context.Context, tree string) error {
 	}
 	p := b.o.Pulled
 	open := func(l images.Layer) (io.ReadCloser, error) { return os.Open(p.Store.Path(l.Digest)) }
-	err := untarLayers(ctx, p.Layers, open, tree, defaultUntarLimits)
+	limits := defaultUntarLimits
+	if b.o.MaxBytes > 0 {
+		limits.Bytes, limits.Stream = min(limits.Bytes, b.o.MaxBytes), min(limits.Stream, b.o.MaxBytes+b.o.MaxBytes/4)
+	}
+	err := untarLayers(ctx, p.Layers, open, tree, limits)
 	if err == nil {
 		return nil
 	}

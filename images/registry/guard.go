@@ -31,13 +31,18 @@ type guard struct {
 	base  *http.Transport
 	stall time.Duration
 
+	cure string // the flag that allows a host
+
 	proxy    func(*http.Request) (*url.URL, error)
 	resolver *net.Resolver
 }
 
 func newGuard(named, plain map[string]bool, o Options) *guard {
 	stall := o.Stall
-	g := &guard{named: named, plain: plain, stall: stall, proxy: o.proxy, resolver: o.resolver}
+	g := &guard{named: named, plain: plain, stall: stall, cure: "--trusted-host", proxy: o.proxy, resolver: o.resolver}
+	if o.Public {
+		g.cure = "--image-registry"
+	}
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true) // a layer has a connection of its own; HTTP/2 would gain nothing
 	g.base = &http.Transport{
@@ -132,7 +137,7 @@ func (g *guard) check(hostport string, addr netip.Addr) error {
 		return nil
 	}
 	if why := (policy.Reach{}).Refusal(addr); why != "" {
-		return refuse("%s has the address %s (%s); if you want that, use --trusted-host %s", core.Clip(hostport), addr, why, core.Clip(hostport))
+		return refuse("%s has the address %s (%s); if you want that, use %s %s", core.Clip(hostport), addr, why, g.cure, core.Clip(hostport))
 	}
 	return nil
 }

@@ -32,6 +32,11 @@ type Options struct {
 	PlainHTTP []string
 	// TrustedHosts are HOST[:PORT] that registries may lead to although their addresses are not public.
 	TrustedHosts []string
+	// Public means that nobody whom the operator trusts has chosen the reference: unless the registry is one of TrustedHosts or
+	// PlainHTTP, it is reached at public addresses only, like a host to which a registry leads.
+	Public bool
+	// MaxBytes bounds the layers as the registry has them, if it is not 0.
+	MaxBytes int64
 	// Keychain has the credentials; nil for those in Docker's configuration of this user.
 	Keychain authn.Keychain
 	// Progress is called, one call at a time, when something has changed. May be nil.
@@ -120,6 +125,9 @@ func (p *puller) fetch(ctx context.Context, layers []images.Layer) error {
 			missing += l.SizeBytes
 		}
 		unique[l.Digest] = l
+	}
+	if p.o.MaxBytes > 0 && missing > p.o.MaxBytes {
+		return core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the layers of the image that have to be fetched have %d MiB, and at most %d MiB are allowed", missing>>20, p.o.MaxBytes>>20)
 	}
 	p.report(func(g *Progress) { g.Layers, g.Bytes = len(unique), missing })
 	if err := p.layers.Room(missing); err != nil {
@@ -227,7 +235,7 @@ func isPlain(r name.Registry, plain map[string]bool) bool {
 	return plain[hostPort(&url.URL{Scheme: "http", Host: r.RegistryStr()})]
 }
 
-// add adds a repository as a source. The operator has named its host.
+// add adds a repository as a source. The operator has named its host, unless Options.Public says otherwise.
 func (p *puller) add(ctx context.Context, repo name.Repository, g *guard) error {
 	auth, err := p.credentials(ctx, repo)
 	if err != nil {
@@ -236,6 +244,10 @@ func (p *puller) add(ctx context.Context, repo name.Repository, g *guard) error 
 	s := &source{repo: repo, guard: g, auth: auth, scheme: "https"}
 	if isPlain(repo.Registry, g.plain) {
 		s.scheme = "http"
+	}
+	if p.o.Public {
+		p.sources = append(p.sources, s)
+		return nil
 	}
 	g.named[hostPort(&url.URL{Scheme: s.scheme, Host: repo.RegistryStr()})] = true
 	p.sources = append(p.sources, s)

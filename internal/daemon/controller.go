@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/postgres/durability"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/imageref"
 	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/internal/undo"
@@ -47,8 +48,10 @@ type ControllerConfig struct {
 	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
 	Secrets      SecretsConfig
-	Tune         controller.Config
-	Log          *slog.Logger
+	// ImageRegistries are those from which projects may pull images: see imageref.ParseRegistries.
+	ImageRegistries []string
+	Tune            controller.Config
+	Log             *slog.Logger
 }
 
 // ControllerReady is what a user needs to know once the controller answers.
@@ -66,10 +69,19 @@ type ControllerReady struct {
 	Database DatabaseFacts `json:"database"`
 }
 
+// tuned is Tune with what validate has read.
+func (c ControllerConfig) tuned() controller.Config {
+	c.Tune.ImageRegistries, _ = imageref.ParseRegistries(c.ImageRegistries)
+	return c.Tune
+}
+
 func (c ControllerConfig) validate() error {
 	var errs []error
 	bad := func(format string, a ...any) {
 		errs = append(errs, core.Errorf(core.Invalid, core.CodeInvalidField, format, a...))
+	}
+	if _, err := imageref.ParseRegistries(c.ImageRegistries); err != nil {
+		bad("--image-registry: %s", core.MessageOf(err))
 	}
 	if c.Tune.RunnerLease < 0 || c.Tune.RunnerFence < 0 {
 		bad("--runner-lease and --runner-fence must not be negative")
@@ -170,7 +182,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 		return err
 	}
 	defer runners.Close()
-	tune := cfg.Tune
+	tune := cfg.tuned()
 	tune.ClusterID, tune.Trust, tune.Metrics = trust.ClusterID, &trust, metrics
 	if tune.Store, err = cfg.Store.Open(ctx, cfg.Log, &steps); err != nil {
 		return err

@@ -25,6 +25,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/pulls"
 	"github.com/coppice-dev/coppice/runner/sandboxnet"
 	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/runner/vmm"
@@ -76,6 +77,7 @@ type Machines struct {
 // Host is what a runner is made of.
 type Host struct {
 	Runner *runner.Runner
+	Pulls  *pulls.Pulls
 	Volume string      // what the runner's files are on
 	Pool   *netns.Pool // nil when Machines were given
 	RunDir string      // for sockets
@@ -146,8 +148,12 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 			rc.Egress.Cgroup = func() (*os.File, error) { return rc.Cgroups.Beside(egressDir) }
 		}
 	}
-	h.Runner, err = runner.New(ctx, rc)
-	return h, err
+	if h.Runner, err = runner.New(ctx, rc); err != nil {
+		return nil, err
+	}
+	h.Pulls = pulls.New(pulling(rc.Images, cfg.Store.Floor, h.usedImages))
+	steps.Push("pulls", func(context.Context) error { h.Pulls.Close(); return nil })
+	return h, nil
 }
 
 // unlessInhabited does something at the end, but not where sandboxes live on: they were left to the next process, or this one took

@@ -41,10 +41,10 @@ func TestNothingWithoutTLS(t *testing.T) {
 	if _, err := internalapi.New(nil, "", log); err == nil {
 		t.Error("a listener for runners without a secret")
 	}
-	if _, err := runnerhttp.New(nil, "", log); err == nil {
+	if _, err := runnerhttp.New(nil, nil, "", log); err == nil {
 		t.Error("a runner's API without a secret")
 	}
-	for name, h := range map[string]http.Handler{"the controller's": internalapi.NewTLS(nil, log), "the runner's": runnerhttp.NewTLS(nil, runnerhttp.NewPeers(), log)} {
+	for name, h := range map[string]http.Handler{"the controller's": internalapi.NewTLS(nil, log), "the runner's": runnerhttp.NewTLS(nil, nil, runnerhttp.NewPeers(), log)} {
 		for _, path := range []string{runnerapi.PathRegister, runnerapi.PathJoin, runnerapi.PathInfo} {
 			w := httptest.NewRecorder()
 			h.ServeHTTP(w, httptest.NewRequest(http.MethodPost, path, nil))

@@ -99,7 +99,7 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 		return fmt.Errorf("open the runner: %w", err)
 	}
 	passes, admitted := pass.NewVerifier(member.RunnerID), runnerhttp.NewPeers()
-	inner, err := listenTLS(ctx, cfg.Listen, "listen", member.Identity.Server(), runnerhttp.NewTLS(host.Runner, admitted, cfg.Log.With("component", "runner")), cfg.Log)
+	inner, err := listenTLS(ctx, cfg.Listen, "listen", member.Identity.Server(), runnerhttp.NewTLS(host.Runner, host.Pulls, admitted, cfg.Log.With("component", "runner")), cfg.Log)
 	if err != nil {
 		return err
 	}

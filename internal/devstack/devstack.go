@@ -39,6 +39,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/hostcheck"
+	"github.com/coppice-dev/coppice/internal/imageref"
 	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/undo"
@@ -54,6 +55,8 @@ type Config struct {
 	Metrics string // host:port of the metrics, on loopback; empty: nowhere
 
 	Secrets daemon.SecretsConfig
+	// ImageRegistries are those from which projects may pull images: see imageref.ParseRegistries.
+	ImageRegistries []string
 
 	Listen    string // host:port of the public API, on loopback; port 0 picks a free one
 	PlainHTTP bool   // serve the public API without TLS although it is not on loopback
@@ -319,7 +322,11 @@ func (s *stack) openController(ctx context.Context) error {
 		return err
 	}
 	// Its Trust stays unset: runners of elsewhere cannot join, for nothing here listens to them.
-	s.control = controller.New(controller.Config{AllowAllEgress: true, Sole: true, ClusterID: s.clusterID, Authority: s.trusted.Authority, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+	registries, err := imageref.ParseRegistries(s.cfg.ImageRegistries)
+	if err != nil {
+		return err
+	}
+	s.control = controller.New(controller.Config{AllowAllEgress: true, ImageRegistries: registries, Sole: true, ClusterID: s.clusterID, Authority: s.trusted.Authority, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
 		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
 	_, err = s.control.Bootstrap(ctx)
 	return err
@@ -348,7 +355,7 @@ func (s *stack) serveAll(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	runners, err := runnerhttp.New(s.host.Runner, s.secret, s.log.With("component", "runner"))
+	runners, err := runnerhttp.New(s.host.Runner, s.host.Pulls, s.secret, s.log.With("component", "runner"))
 	if err != nil {
 		return err
 	}

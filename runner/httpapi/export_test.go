@@ -10,7 +10,7 @@ import (
 
 // NewWithRequests is the handler for a controller that needs no secret, with another bound of requests; usual is what New has.
 func NewWithRequests(r *runner.Runner, log *slog.Logger, most int64) (h http.Handler, usual int64) {
-	s := newServer(r, log)
+	s := newServer(r, nil, log)
 	usual, s.most = s.most, most
 	return s.handler(func(*http.Request, string) error { return nil }), usual
 }

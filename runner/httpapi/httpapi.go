@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/internal/tracing"
 	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/pulls"
 )
 
 // maxBody bounds a request: a fork of 256 children with the largest rules and a large environment each fits.
@@ -30,21 +31,22 @@ const _ uint = maxBody - 256*(runnerapi.MaxEgressRules+64<<10) // it does not co
 
 type server struct {
 	runner *runner.Runner
+	pulls  *pulls.Pulls
 	log    *slog.Logger
 	most   int64 // bytes of a request
 }
 
-func newServer(r *runner.Runner, log *slog.Logger) *server {
-	return &server{runner: r, log: log, most: maxBody}
+func newServer(r *runner.Runner, p *pulls.Pulls, log *slog.Logger) *server {
+	return &server{runner: r, pulls: p, log: log, most: maxBody}
 }
 
 // New returns the handler for a controller on the same machine. secret must not be empty.
-func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error) {
+func New(r *runner.Runner, p *pulls.Pulls, secret string, log *slog.Logger) (http.Handler, error) {
 	if secret == "" {
 		return nil, errors.New("the runner's API needs a secret")
 	}
 	want := sha256.Sum256([]byte(secret))
-	return newServer(r, log).handler(func(q *http.Request, _ string) error {
+	return newServer(r, p, log).handler(func(q *http.Request, _ string) error {
 		token, _ := strings.CutPrefix(q.Header.Get("Authorization"), "Bearer ")
 		got := sha256.Sum256([]byte(token))
 		if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
@@ -56,8 +58,8 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 
 // NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server. It refuses clients without the
 // certificate of a controller. Runners that peers allows may only ask for objects of the store.
-func NewTLS(r *runner.Runner, peers *Peers, log *slog.Logger) http.Handler {
-	return newServer(r, log).handler(func(q *http.Request, route string) error {
+func NewTLS(r *runner.Runner, p *pulls.Pulls, peers *Peers, log *slog.Logger) http.Handler {
+	return newServer(r, p, log).handler(func(q *http.Request, route string) error {
 		peer, err := mtls.PeerOf(q)
 		if err == nil && !peer.Controller && route != routeObject {
 			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the runner's API takes requests from controllers only, not from runner %s", peer.Runner)
@@ -128,6 +130,9 @@ func (s *server) handler(authorize func(q *http.Request, route string) error) ht
 	})
 	handle("PUT", runnerapi.PathPrepared, call(s, func(_ context.Context, _ *http.Request, in runnerapi.Prepare) (runnerapi.Prepared, error) {
 		return r.Prepare(in)
+	}))
+	handle("PUT", runnerapi.PathPull, call(s, func(_ context.Context, q *http.Request, in runnerapi.Pull) (runnerapi.PullState, error) {
+		return s.pulls.Pull(core.OperationID(q.PathValue("id")), in)
 	}))
 	mux.HandleFunc(routeObject, s.object)
 	return http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {

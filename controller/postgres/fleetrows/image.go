@@ -20,12 +20,18 @@ type newImage struct {
 	BuiltAt   time.Time    `json:"built_at"`
 }
 
+// unlisted is in the place of the name of an image that was pulled for a project. It has a slash, so lists leave the image out.
+const unlisted = "/"
+
 // rowsOf returns a row for each name of an image, and one for each reference under which it was pulled. Both are in the column name: a name never
 // has a slash, and a whole reference always has one.
 func rowsOf(images []runnerapi.Image) []newImage {
 	rows := make([]newImage, 0, len(images))
 	for _, img := range images {
 		row := newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
+		if img.Unlisted {
+			row.Name = unlisted
+		}
 		rows = append(rows, row)
 		for _, r := range img.References {
 			if strings.Contains(r, "/") && len(r) <= imageref.MaxBytes {

@@ -13,7 +13,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-containerregistry/pkg/authn"
 	"github.com/google/go-containerregistry/pkg/name"
@@ -94,6 +96,51 @@ func TestPulledImage(t *testing.T) {
 	// A fork has them as well.
 	child := fork(t, c.s, checkpoint(t, c.s, ws.ID).ID, coppiceFork{})[0]
 	prints("1000 /srv/app\n", idTail(child.Workspace.ID), "--", "sh", "-c", `echo "$(id -u) $(pwd)"`)
+}
+
+// projectRegistry is a registry without TLS, on loopback, from which projects may pull. It needs no password.
+var projectRegistry = sync.OnceValue(func() string {
+	return strings.TrimPrefix(httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0)))).URL, "http://")
+})
+
+// TestPullThroughAPI: the server pulls an image that a build names, onto the kernel of the base image. The image is the project's, and
+// workspaces from it have its files, user and environment.
+func TestPullThroughAPI(t *testing.T) {
+	c := newCLI(t)
+	pushDebian(t, projectRegistry())
+	ctx := t.Context()
+	ref := projectRegistry() + "/team/app:1"
+	began := time.Now()
+	built, err := c.s.client.BuildImage(ctx, coppice.BuildImageRequest{Name: "from-registry", From: ref, Resources: small()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("pulled and made a checkpoint in %.1f s", time.Since(began).Seconds())
+	text, _, err := c.s.client.OperationLog(ctx, built.OperationID, 0)
+	if said := string(text); err != nil || !strings.Contains(said, "3 of 3 layers") || !strings.Contains(said, "manifest sha256:") {
+		t.Errorf("the log: %v, %s", err, said)
+	}
+	if i := built.Image; i.From != ref || i.Config.User != "app:1001" || i.Config.Workdir != "/srv/app" || i.Config.Env["GREETING"] != "hello world" {
+		t.Errorf("%+v", i)
+	}
+	ws, err := c.s.client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Name: "pulled-by-api", Image: "from-registry"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	endWithTest(t, c.s, ws.ID)
+	if out := c.ok("ws", "exec", "pulled-by-api", "--", "sh", "-c", `echo "$(id -u):$(id -g) $(pwd) $GREETING"; as-root -u; cat /etc/note; test ! -e /etc/secret`); out != "1000:1001 /srv/app hello world\n0\nnote of layer 3\n" {
+		t.Errorf("the workspace: %q", out)
+	}
+	if out := c.ok("image", "ls", "--json", "--images-dir", imageStore(t).Dir()); strings.Contains(out, "from-registry") {
+		t.Errorf("the image of a project has a name on the host: %s", out)
+	}
+	_, err = c.s.client.BuildImage(ctx, coppice.BuildImageRequest{Name: "other", From: "127.0.0.1:1/team/app:1", Resources: small()})
+	if err == nil || !strings.Contains(err.Error(), "--image-registry") {
+		t.Errorf("a registry that the operator has not named: %v", err)
+	}
+	if err := c.s.client.DeleteImage(ctx, "from-registry"); err != nil {
+		t.Error(err)
+	}
 }
 
 // pushDebian pushes an image of a few files of the base image, in three layers.

@@ -79,7 +79,7 @@ func makeStack(t *testing.T, dir string, args ...string) *stack {
 	s := &stack{dir: dir, data: filepath.Join(dir, "data"), binary: program(t, "cmd/coppice")}
 	s.args = append([]string{
 		"--json", "dev", "--data-dir", s.data, "--listen", "127.0.0.1:0", "--log-level", "debug", "--on-exit", "stop",
-		"--images-dir", imageStore(t).Dir(),
+		"--images-dir", imageStore(t).Dir(), "--image-registry", "http://" + projectRegistry(),
 	}, args...)
 	for name, value := range map[string]string{"--accel": *accel, "--vmm": *vmmName} {
 		if value != "" && !slices.Contains(args, name) {

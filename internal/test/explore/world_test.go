@@ -226,7 +226,7 @@ func (w *world) host(controllers []string) error {
 		return err
 	}
 	w.goRun("the runner", w.runner.Run)
-	handler, err := runnerhttp.New(w.runner, secret, w.log.logger())
+	handler, err := runnerhttp.New(w.runner, nil, secret, w.log.logger())
 	if err != nil {
 		return err
 	}

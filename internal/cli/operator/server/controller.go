@@ -66,6 +66,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` with the first administrator's API key; created if it does not exist")
 	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long to keep attestations of reseals, by whole months; the same on all controllers")
 	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` with an API key that only makes join tokens (scope runner:join), for scripts that start runners; created if it does not exist")
+	registryFlag(f, &cfg.ImageRegistries)
 	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "allow the egress policy allow-all: sandboxes then reach everything that this network reaches; 'coppice project quota --allow-all-egress' overrides it for a project")
 	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", flows.DefaultKept, "how long to keep the records of egress flows, by whole months; the same on all controllers")
 	q := &cfg.Tune.FlowQuota
@@ -148,7 +149,7 @@ func fromEnvironment(a *cli.App, c *cobra.Command) error {
 
 // serverFlags are those of the servers that have no variable of their own.
 var serverFlags = []string{
-	"database", "database-file", "database-wait", "allow-weak-database", "listen", "tls-cert", "tls-key", "plain-http", "e2b-listen", "e2b-domain", "e2b-user", "e2b-open-egress", "arrakis-listen", "arrakis-key-file", "arrakis-image", "arrakis-ports", "arrakis-open-egress", "arbor-listen", "preview-listen", "preview-domain", "preview-tls-cert", "preview-tls-key", "preview-acme-host", "preview-acme-cache", "preview-acme-directory", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
+	"database", "database-file", "database-wait", "allow-weak-database", "listen", "tls-cert", "tls-key", "plain-http", "e2b-listen", "e2b-domain", "e2b-user", "e2b-open-egress", "arrakis-listen", "arrakis-key-file", "arrakis-image", "arrakis-ports", "arrakis-open-egress", "arbor-listen", "preview-listen", "preview-domain", "preview-tls-cert", "preview-tls-key", "preview-acme-host", "preview-acme-cache", "preview-acme-directory", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "image-registry", "runner-lease", "runner-fence",
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "prepare-max", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",

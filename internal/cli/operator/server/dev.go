@@ -57,7 +57,7 @@ Ctrl-C stops those that are left at once; they are lost then, with their checkpo
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, " (default 127.0.0.1:7075, or a free port if --listen does not have port 7070); - for none")
 	arrakisFlags(f, &cfg.Arrakis, " (default 127.0.0.1:7000, or a free port if --listen does not have port 7070); - for none", "5901=gui,5736=code")
-	devArborFlags(f, &cfg)
+	devFlags(f, &cfg)
 	f.BoolVar(&cfg.ArrakisNeedsKey, "arrakis-require-key", false, "requests of Arrakis' clients need a key, as the password of the client's URL; without this flag they need none, and --arrakis-listen must be on loopback")
 	previewFlags(f, &cfg.Preview, " (default 127.0.0.1:7076, or a free port if --listen does not have port 7070); - for none", "localhost")
 	f.StringVar(&onExit, "on-exit", string(devstack.Suspend), "what to `do` with running workspaces at Ctrl-C: suspend, terminate, or stop")

@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/devstack"
+	"github.com/coppice-dev/coppice/internal/imageref"
 	"github.com/coppice-dev/coppice/runner/hostport"
 )
 
@@ -86,8 +87,9 @@ func arrakisFlags(f *pflag.FlagSet, cfg *daemon.ArrakisConfig, listen, ports str
 	f.BoolVar(&cfg.OpenEgress, "arrakis-open-egress", false, "new VMs of Arrakis' clients reach everything (needs allow-all egress)")
 }
 
-// devArborFlags adds the flags of `coppice dev` for the calls of Arbor.
-func devArborFlags(f *pflag.FlagSet, cfg *devstack.Config) {
+// devFlags adds the flags of `coppice dev` for the calls of Arbor and for pulls.
+func devFlags(f *pflag.FlagSet, cfg *devstack.Config) {
+	registryFlag(f, &cfg.ImageRegistries, imageref.Public)
 	f.StringVar(&cfg.Arbor.Listen, "arbor-listen", "", "serve Arbor's clients on this `address` (default 127.0.0.1:7077, or a free port if --listen does not have port 7070); - for none")
 	f.BoolVar(&cfg.ArborNeedsKey, "arbor-require-key", false, "requests of Arbor's clients need a key; without this flag they need none, and --arbor-listen must be on loopback")
 }
@@ -208,4 +210,9 @@ func previewTLSFlags(f *pflag.FlagSet, cfg *daemon.PreviewConfig) {
 	f.StringSliceVar(&cfg.ACMEHosts, "preview-acme-host", nil, "get certificates by ACME (tls-alpn-01) for these `names` of previews, and for no others; --preview-listen must be reachable at port 443")
 	f.StringVar(&cfg.ACMECache, "preview-acme-cache", "", "`directory` that keeps those certificates and their keys")
 	f.StringVar(&cfg.ACMEDirectory, "preview-acme-directory", "", "`URL` of the ACME authority (default: Let's Encrypt)")
+}
+
+// registryFlag says from which registries projects may pull images.
+func registryFlag(f *pflag.FlagSet, list *[]string, usual ...string) {
+	f.StringSliceVar(list, "image-registry", usual, "registry from which builds may pull images, as `HOST[:PORT]`, or http://HOST[:PORT] without TLS, or public for all at public addresses; may be repeated")
 }

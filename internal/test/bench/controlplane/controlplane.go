@@ -296,7 +296,7 @@ func realRunner(sandboxes int) func(context.Context, *undo.Stack, *world) error 
 		if err != nil {
 			return err
 		}
-		h, err := runnerhttp.New(r, benchSecret, log)
+		h, err := runnerhttp.New(r, nil, benchSecret, log)
 		if err != nil {
 			return err
 		}

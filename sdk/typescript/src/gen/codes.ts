@@ -85,7 +85,7 @@ export const hints = {
   QUOTA_EXCEEDED: "Remove something, or ask for more.",
   RATE_LIMITED: "Repeat the request after `Retry-After` seconds; `RateLimit-Remaining` says how many are left.",
   REGISTRY_DENIED: "`docker login`, or check the name.",
-  REGISTRY_REFUSED: "Read the message. If the host is yours: `--plain-http`, `--trusted-host`.",
+  REGISTRY_REFUSED: "Read the message. If the host is yours: `--plain-http`, `--trusted-host`; for a pull through the API, `--image-registry`.",
   REGISTRY_UNREACHABLE: "Run the same command again: it continues. Or use `--mirror`.",
   RESEAL_FAILED: "Read the workspace's reseal report.",
   RETENTION_NOT_FOUND: "Store one.",

@@ -1,4 +1,4 @@
-package build
+package authority
 
 import (
 	"crypto/ecdsa"
@@ -47,7 +47,7 @@ func TestCheckAuthorities(t *testing.T) {
 		"damaged":                 {"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "cannot be read", 0},
 		"too many":                {strings.Repeat(one, maxAuthorities+1), "more than 64", 0},
 	} {
-		list, err := checkAuthorities(c.text)
+		list, err := Check(c.text)
 		if c.refused == "" && (err != nil || len(list) != c.count) {
 			t.Errorf("%s: %d, %v", name, len(list), err)
 		}

@@ -1,4 +1,5 @@
-package build
+// Package authority gives the guests of a Debian image certificate authorities that their operator trusts.
+package authority
 
 import (
 	"bytes"
@@ -14,11 +15,11 @@ import (
 // maxAuthorities bounds the certificate authorities that an image gets from its operator.
 const maxAuthorities = 64
 
-// authorityDir is where Debian's ca-certificates finds the authorities of an operator, one in each file.
-const authorityDir = "/usr/local/share/ca-certificates"
+// directory is where Debian's ca-certificates finds the authorities of an operator, one in each file.
+const directory = "/usr/local/share/ca-certificates"
 
-// checkAuthorities returns the certificates of a PEM text, each in a text of its own. Every one must be an authority.
-func checkAuthorities(text string) ([]string, error) {
+// Check returns the certificates of a PEM text, each in a text of its own. Every one must be an authority.
+func Check(text string) ([]string, error) {
 	bad := func(format string, a ...any) error {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "the certificate authorities of the guest: %s; give a file with certificates in PEM form", fmt.Sprintf(format, a...))
 	}
@@ -48,22 +49,22 @@ func checkAuthorities(text string) ([]string, error) {
 	return out, nil
 }
 
-// authorityHooks writes the authorities to a directory of the host, and returns the options by which mmdebstrap has the guest trust them, at the
+// Hooks writes the authorities to a directory of the host, and returns the options by which mmdebstrap has the guest trust them, at the
 // end of its work: as an operator of Debian would do it.
-func authorityHooks(list []string, dir string) ([]string, error) {
+func Hooks(list []string, dir string) ([]string, error) {
 	if len(list) == 0 {
 		return nil, nil
 	}
 	if err := os.Mkdir(dir, 0o755); err != nil { //nolint:gosec // G301: certificates are public
 		return nil, err
 	}
-	hooks := []string{`--customize-hook=mkdir -p "$1` + authorityDir + `"`}
+	hooks := []string{`--customize-hook=mkdir -p "$1` + directory + `"`}
 	for i, text := range list {
 		file := filepath.Join(dir, fmt.Sprintf("operator-%02d.crt", i+1))
 		if err := os.WriteFile(file, []byte(text), 0o644); err != nil { //nolint:gosec // G306: likewise
 			return nil, err
 		}
-		hooks = append(hooks, "--customize-hook=upload "+file+" "+authorityDir+"/"+filepath.Base(file))
+		hooks = append(hooks, "--customize-hook=upload "+file+" "+directory+"/"+filepath.Base(file))
 	}
 	return append(hooks, `--customize-hook=chroot "$1" update-ca-certificates`), nil
 }

@@ -1,0 +1,74 @@
+package images
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// RecordPulled notes that an image was pulled for a project: it has no name, and RemovePulled removes it when nothing needs it. A later
+// note makes it young again.
+func (g *Staging) RecordPulled(d core.Digest) error {
+	key, err := CacheKey(KindPulled, d)
+	if err != nil {
+		return err
+	}
+	return g.CachePut(key, BuildFact{Digest: d})
+}
+
+// pulled returns when each image was last pulled for a project.
+func (s *Store) pulled() (map[core.Digest]time.Time, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, cacheDir))
+	if err != nil {
+		return nil, fmt.Errorf("list pulled images: %w", err)
+	}
+	out := map[core.Digest]time.Time{}
+	for _, e := range entries {
+		var fact BuildFact
+		if !strings.HasPrefix(e.Name(), KindPulled+"-") || !s.cacheGet(e.Name(), &fact) {
+			continue
+		}
+		if info, err := e.Info(); err == nil {
+			out[fact.Digest] = info.ModTime()
+		}
+	}
+	return out, nil
+}
+
+// RemovePulled removes images that were pulled for projects, have no name, are not in use, and were last pulled at least age ago. It
+// returns how many such images are left.
+func (s *Store) RemovePulled(ctx context.Context, inUse map[core.Digest]bool, age time.Duration) (left int, err error) {
+	pulled, err := s.pulled()
+	if err != nil {
+		return 0, err
+	}
+	names, err := s.names()
+	if err != nil {
+		return 0, err
+	}
+	named := map[core.Digest]bool{}
+	for _, d := range names {
+		named[d] = true
+	}
+	var errs []error
+	for d, at := range pulled {
+		if named[d] {
+			continue
+		}
+		if inUse[d] || time.Since(at) < age {
+			left++
+			continue
+		}
+		if err := s.Remove(ctx, string(d)); err != nil && core.CodeOf(err) != core.CodeImageNotFound {
+			errs = append(errs, err)
+			left++
+		}
+	}
+	return left, errors.Join(errs...)
+}
