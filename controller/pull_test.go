@@ -62,6 +62,26 @@ func TestBuildPulls(t *testing.T) {
 	w.consistent()
 }
 
+// TestUnlistedImage: an image that was pulled for a project is found by its digest alone, and not by what is in the place of its name.
+func TestUnlistedImage(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	pulled := runnertest.DefaultImage
+	pulled.Name, pulled.Digest, pulled.Unlisted = "", core.DigestOf([]byte("pulled")), true
+	w.runner.SetImages(runnertest.DefaultImage, pulled)
+	if found, err := w.Fleet().FindImage(t.Context(), string(pulled.Digest)); err != nil || found.Digest != pulled.Digest || found.Name != "" {
+		t.Errorf("by its digest: %+v, %v", found, err)
+	}
+	for _, ref := range []string{"/", "%", ""} {
+		if found, err := w.Fleet().FindImage(t.Context(), ref); core.CodeOf(err) != core.CodeImageNotFound {
+			t.Errorf("%q finds the image of any project: %+v, %v", ref, found, err)
+		}
+	}
+	if _, err := w.CreateWorkspace(t.Context(), w.project, controller.CreateRequest{Image: "/", Resources: smallest}, wait); core.CodeOf(err) != core.CodeImageNotFound {
+		t.Errorf("a workspace from the image of any project: %v", err)
+	}
+}
+
 // TestRefusedPulls: nothing is asked of a runner unless the operator allows the registry and the text can only be a reference.
 func TestRefusedPulls(t *testing.T) {
 	t.Parallel()

@@ -115,6 +115,9 @@ const nameOfImage = `coalesce((SELECT l.name FROM image_locations l WHERE l.imag
 // takes the newest of them that a runner with a lease holds.
 func (t *Tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
 	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
+	if ref == unlisted { // in the place of a name it would find the image of any project
+		return controller.Image{}, absent
+	}
 	rows, err := pgtx.ByIndex[foundImageRow](ctx, t, `
 		WITH RECURSIVE named AS (
 			(SELECT l.image_id, 1 AS n FROM image_locations l WHERE l.name = @ref AND l.name <> '' ORDER BY l.image_id DESC LIMIT 1)
