@@ -194,3 +194,33 @@ func TestCredentialHelper(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
+
+// TestProxyForProject: a proxy looks names up itself, so only a host that the operator has named is asked through it when a project has chosen
+// the reference.
+func TestProxyForProject(t *testing.T) {
+	t.Parallel()
+	s := &shelf{t: t}
+	s.honest()
+	var asked atomic.Int64
+	s.front = func(http.ResponseWriter, *http.Request) bool { asked.Add(1); return false }
+	_, port, err := net.SplitHostPort(s.start(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	o := opts("registry.example", "app:1")
+	o.Public = true
+	o.resolver = resolver(t, "127.0.0.1")
+	o.proxy = func(*http.Request) (*url.URL, error) {
+		return &url.URL{Scheme: "http", Host: "proxy.example:" + port}, nil
+	}
+	if _, err := Pull(t.Context(), openLayers(t), o); err != nil {
+		t.Errorf("a host that is named, through the proxy: %v", err)
+	}
+	asked.Store(0)
+	for _, host := range []string{"other.example", "proxy.example:" + port} {
+		o.Reference = host + "/app:1"
+		if _, err := Pull(t.Context(), openLayers(t), o); core.CodeOf(err) != CodeRefused || asked.Load() != 0 {
+			t.Errorf("%s: %v, the proxy was asked %d times", host, err, asked.Load())
+		}
+	}
+}

@@ -31,7 +31,8 @@ type guard struct {
 	base  *http.Transport
 	stall time.Duration
 
-	cure string // the flag that allows a host
+	cure   string // the flag that allows a host
+	public bool   // Options.Public
 
 	proxy    func(*http.Request) (*url.URL, error)
 	resolver *net.Resolver
@@ -41,12 +42,12 @@ func newGuard(named, plain map[string]bool, o Options) *guard {
 	stall := o.Stall
 	g := &guard{named: named, plain: plain, stall: stall, cure: "--trusted-host", proxy: o.proxy, resolver: o.resolver}
 	if o.Public {
-		g.cure = "--image-registry"
+		g.cure, g.public = "--image-registry", true
 	}
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true) // a layer has a connection of its own; HTTP/2 would gain nothing
 	g.base = &http.Transport{
-		Proxy: g.proxy, DialContext: g.dial, Protocols: protocols,
+		Proxy: g.proxyOf, DialContext: g.dial, Protocols: protocols,
 		TLSHandshakeTimeout: stall, ResponseHeaderTimeout: stall, IdleConnTimeout: time.Minute,
 		MaxResponseHeaderBytes: maxHeader, MaxConnsPerHost: 8, DisableCompression: true,
 	}
@@ -63,6 +64,9 @@ func (g *guard) RoundTrip(req *http.Request) (*http.Response, error) {
 	case req.URL.Scheme == "http" && g.plain[host]:
 	default:
 		return nil, refuse("%s would be asked without TLS; if you want that, use --plain-http %s", core.Clip(host), core.Clip(host))
+	}
+	if g.public && !g.named[host] && g.isProxy(host) {
+		return nil, refuse("%s is the operator's proxy", core.Clip(host))
 	}
 	// Behind a proxy the address is the proxy's, and only what the URL says can be checked here.
 	if err := g.check(host, netip.Addr{}); err != nil {
@@ -98,6 +102,15 @@ func (g *guard) dial(ctx context.Context, network, addr string) (net.Conn, error
 		return g.check(strings.ToLower(addr), to.Addr())
 	}}
 	return d.DialContext(ctx, network, addr)
+}
+
+// proxyOf is the operator's proxy for a request. A proxy looks names up itself, so the address of a host could not be checked behind it:
+// if a project has chosen the reference, only hosts that the operator has named are asked through it.
+func (g *guard) proxyOf(req *http.Request) (*url.URL, error) {
+	if g.public && !g.named[hostPort(req.URL)] {
+		return nil, nil //nolint:nilnil // no proxy
+	}
+	return g.proxy(req)
 }
 
 // isProxy reports whether the address is that of the operator's proxy.
