@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -39,6 +40,27 @@ func (s *Store) pulled() (map[core.Digest]time.Time, error) {
 		}
 	}
 	return out, nil
+}
+
+// PulledBytes is the space of the images that were pulled for projects and have no name, and of all layers, with those that no image has yet.
+func (s *Store) PulledBytes() (int64, error) {
+	list, _ := s.List() // of a damaged image nothing is known
+	var sum int64
+	for _, img := range list {
+		if img.Pulled && img.Name == "" {
+			sum += img.Files[RootFSFile].SizeBytes
+		}
+	}
+	entries, err := os.ReadDir(filepath.Join(s.dir, layersDir))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return 0, fmt.Errorf("look for the space of layers: %w", err)
+	}
+	for _, e := range entries {
+		if info, err := e.Info(); err == nil {
+			sum += info.Size()
+		}
+	}
+	return sum, nil
 }
 
 // RemovePulled removes images that were pulled for projects, have no name, are not in use, and were last pulled at least age ago. It

@@ -48,11 +48,10 @@ func pulling(store *images.Store, floor int64, used func() (map[core.Digest]bool
 		if err != nil {
 			return runnerapi.PullState{}, err
 		}
-		free, err := room.New(store.Dir(), floor).Free()
+		most, err := roomForPull(store, floor)
 		if err != nil {
 			return runnerapi.PullState{}, err
 		}
-		most := min(maxPulledBytes, free/3) // the layers, the unpacked files, and the root file system made of them
 		layers, err := store.Layers(ctx)
 		if err != nil {
 			return runnerapi.PullState{}, err
@@ -80,6 +79,24 @@ func pulling(store *images.Store, floor int64, used func() (map[core.Digest]bool
 		state.Image = img.Digest
 		return state, err
 	}
+}
+
+// roomForPull is how many bytes the layers of a pull, and its files, may have. All pulls may take half of the space above the floor,
+// because machines and checkpoints need the rest; what earlier pulls have left is in it, so failed ones add up to no more.
+func roomForPull(store *images.Store, floor int64) (int64, error) {
+	free, err := room.New(store.Dir(), floor).Free()
+	if err != nil {
+		return 0, err
+	}
+	used, err := store.PulledBytes()
+	if err != nil {
+		return 0, err
+	}
+	most := min(maxPulledBytes, ((free+used)/2-used)/(3*pulls.Parallel)) // the layers, the unpacked files, and the root file system made of them
+	if most <= 0 {
+		return 0, core.Errorf(core.Exhausted, core.CodeDiskFull, "the runner has no space for another pulled image: those that it has take %d MiB, and %d MiB are free", used>>20, free>>20)
+	}
+	return most, nil
 }
 
 // usedImages are the images of which this host has a checkpoint. It returns false if a sandbox is of a checkpoint that is gone: it may

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -145,6 +146,29 @@ func TestPullForProject(t *testing.T) {
 	}
 	if _, err := r.store.Get(images.DefaultName); err != nil {
 		t.Errorf("the image of the operator: %v", err)
+	}
+}
+
+// TestNoRoomForPull: on a full disk nothing is fetched, and what earlier pulls have left counts although they have failed.
+func TestNoRoomForPull(t *testing.T) {
+	t.Parallel()
+	r := newPullRig(t)
+	r.push(t, "team/app:1", "bin/tool", "content")
+	in := runnerapi.Pull{Reference: r.host + "/team/app:1", Hosts: []string{r.host}, PlainHTTP: []string{r.host}}
+	none := func() (map[core.Digest]bool, bool) { return nil, true }
+	if _, err := pulling(r.store, 1<<60, none)(t.Context(), in, func(runnerapi.PullState) {}); core.CodeOf(err) != core.CodeDiskFull {
+		t.Errorf("below the floor: %v", err)
+	}
+	before, err := roomForPull(r.store, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	layers := filepath.Join(r.store.Dir(), "layers")
+	if err := errors.Join(os.MkdirAll(layers, 0o700), os.WriteFile(filepath.Join(layers, "part-x"), nil, 0o600), os.Truncate(filepath.Join(layers, "part-x"), 1<<50)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := roomForPull(r.store, 1); core.CodeOf(err) != core.CodeDiskFull || before <= 0 {
+		t.Errorf("before a part was left: %d bytes; then: %v", before, err)
 	}
 }
 

@@ -12,9 +12,11 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+// Parallel is how many pulls run at the same time.
+const Parallel = 2
+
 const (
 	maxPulls = 32 // that run, wait, or have ended a moment ago
-	parallel = 2  // that run at the same time
 	patience = 30 * time.Second
 )
 
@@ -44,7 +46,7 @@ type pull struct {
 
 // New begins with no pulls.
 func New(work Work) *Pulls {
-	p := &Pulls{work: work, patience: patience, places: make(chan struct{}, parallel), byID: map[core.OperationID]*pull{}}
+	p := &Pulls{work: work, patience: patience, places: make(chan struct{}, Parallel), byID: map[core.OperationID]*pull{}}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	return p
 }

@@ -86,7 +86,7 @@ func TestPullBounds(t *testing.T) {
 			}
 		}
 		synctest.Wait()
-		if running != parallel {
+		if running != Parallel {
 			t.Errorf("%d run at once", running)
 		}
 		if _, err := p.Pull(core.NewID[core.OperationID](), runnerapi.Pull{}); core.CodeOf(err) != core.CodeCapacity {
