@@ -106,6 +106,9 @@ var projectRegistry = sync.OnceValue(func() string {
 // TestPullThroughAPI: the server pulls an image that a build names, onto the kernel of the base image. The image is the project's, and
 // workspaces from it have its files, user and environment.
 func TestPullThroughAPI(t *testing.T) {
+	if !*long {
+		return
+	}
 	c := newCLI(t)
 	pushDebian(t, projectRegistry())
 	ctx := t.Context()
