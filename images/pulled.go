@@ -64,8 +64,14 @@ func (s *Store) PulledBytes() (int64, error) {
 }
 
 // RemovePulled removes images that were pulled for projects, have no name, are not in use, and were last pulled at least age ago. It
-// returns how many such images are left.
-func (s *Store) RemovePulled(ctx context.Context, inUse map[core.Digest]bool, age time.Duration) (left int, err error) {
+// returns how many such images are left. inUse says which are in use; false: it does not know all, and none is removed. It is asked when
+// nobody else can change the store: an image may have got a name, or may have been pulled again, while the lock was waited for.
+func (s *Store) RemovePulled(ctx context.Context, inUse func() (map[core.Digest]bool, bool), age time.Duration) (left int, err error) {
+	unlock, err := s.lock(ctx)
+	if err != nil {
+		return 0, err
+	}
+	defer unlock()
 	pulled, err := s.pulled()
 	if err != nil {
 		return 0, err
@@ -78,16 +84,17 @@ func (s *Store) RemovePulled(ctx context.Context, inUse map[core.Digest]bool, ag
 	for _, d := range names {
 		named[d] = true
 	}
+	used, all := inUse()
 	var errs []error
 	for d, at := range pulled {
 		if named[d] {
 			continue
 		}
-		if inUse[d] || time.Since(at) < age {
+		if !all || used[d] || time.Since(at) < age {
 			left++
 			continue
 		}
-		if err := s.Remove(ctx, string(d)); err != nil && core.CodeOf(err) != core.CodeImageNotFound {
+		if err := s.remove(ctx, string(d)); err != nil && core.CodeOf(err) != core.CodeImageNotFound {
 			errs = append(errs, err)
 			left++
 		}

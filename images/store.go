@@ -198,6 +198,11 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 		return err
 	}
 	defer unlock()
+	return s.remove(ctx, ref)
+}
+
+// remove is Remove for a caller that has the lock.
+func (s *Store) remove(ctx context.Context, ref string) error {
 	digest, name, err := s.resolve(ref)
 	if err != nil {
 		return err

@@ -23,7 +23,6 @@ const (
 	maxPulledBytes = 16 << 30      // of the layers of one, and of its files
 	maxPulled      = 200           // that are kept
 	pulledKept     = 2 * time.Hour // longer than the trash of a runner keeps checkpoints
-	keptForever    = 1 << 62
 	pullTime       = time.Hour
 )
 
@@ -36,12 +35,7 @@ func pulling(store *images.Store, floor int64, used func() (map[core.Digest]bool
 		}
 		ctx, cancel := context.WithTimeoutCause(ctx, pullTime, core.Errorf(core.TimedOut, core.CodeTimedOut, "the image was not pulled within %s", pullTime))
 		defer cancel()
-		inUse, all := used()
-		kept := pulledKept
-		if !all {
-			kept = keptForever
-		}
-		left, err := store.RemovePulled(ctx, inUse, kept)
+		left, err := store.RemovePulled(ctx, used, pulledKept)
 		if err == nil && left >= maxPulled {
 			err = core.Errorf(core.Exhausted, core.CodeCapacity, "the runner has %d pulled images that are in use or younger than %s", left, pulledKept)
 		}

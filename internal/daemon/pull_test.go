@@ -3,6 +3,7 @@ package daemon
 import (
 	"archive/tar"
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"log"
@@ -132,13 +133,37 @@ func TestPullForProject(t *testing.T) {
 	if again, _, err := r.pull(t, in); err != nil || again.Image != state.Image {
 		t.Errorf("again: %+v, %v", again, err)
 	}
-	if left, err := r.store.RemovePulled(t.Context(), map[core.Digest]bool{img.Digest: true}, 0); err != nil || left != 1 {
+	knows := func(all bool, used ...core.Digest) func() (map[core.Digest]bool, bool) {
+		return func() (map[core.Digest]bool, bool) {
+			in := map[core.Digest]bool{}
+			for _, d := range used {
+				in[d] = true
+			}
+			return in, all
+		}
+	}
+	if left, err := r.store.RemovePulled(t.Context(), knows(false), 0); err != nil || left != 1 {
+		t.Errorf("perhaps in use: %d, %v", left, err)
+	}
+	if left, err := r.store.RemovePulled(t.Context(), knows(true, img.Digest), 0); err != nil || left != 1 {
 		t.Errorf("in use: %d, %v", left, err)
 	}
-	if left, err := r.store.RemovePulled(t.Context(), nil, time.Hour); err != nil || left != 1 {
+	if left, err := r.store.RemovePulled(t.Context(), knows(true), time.Hour); err != nil || left != 1 {
 		t.Errorf("young: %d, %v", left, err)
 	}
-	if left, err := r.store.RemovePulled(t.Context(), nil, 0); err != nil || left != 0 {
+	// Nobody can give the image a name, or pull it again, between the question what is in use and the removal.
+	alone := func() (map[core.Digest]bool, bool) {
+		ended, end := context.WithCancel(t.Context())
+		end()
+		if staging, err := r.store.Stage(ended); err == nil {
+			t.Error(errors.Join(errors.New("somebody else can change the store"), staging.Close()))
+		}
+		return nil, false
+	}
+	if left, err := r.store.RemovePulled(t.Context(), alone, 0); err != nil || left != 1 {
+		t.Errorf("asked: %d, %v", left, err)
+	}
+	if left, err := r.store.RemovePulled(t.Context(), knows(true), 0); err != nil || left != 0 {
 		t.Errorf("unused: %d, %v", left, err)
 	}
 	if _, err := r.store.Get(string(img.Digest)); core.CodeOf(err) != core.CodeImageNotFound {
