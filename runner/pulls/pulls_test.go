@@ -3,6 +3,7 @@ package pulls
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -15,11 +16,11 @@ import (
 func TestPull(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		runs, ended := 0, 0
+		var runs, ended atomic.Int64
 		finish := make(chan error)
 		p := New(func(ctx context.Context, in runnerapi.Pull, report func(runnerapi.PullState)) (runnerapi.PullState, error) {
-			runs++
-			defer func() { ended++ }()
+			runs.Add(1)
+			defer ended.Add(1)
 			report(runnerapi.PullState{Stage: runnerapi.PullFetching, Layers: 3, LayersDone: 1})
 			select {
 			case err := <-finish:
@@ -40,8 +41,8 @@ func TestPull(t *testing.T) {
 		}
 		for range 3 { // longer than the patience in all
 			time.Sleep(patience / 2)
-			if s, err := ask(first); err != nil || s.LayersDone != 1 || s.Done || runs != 1 {
-				t.Errorf("asked again: %+v, %v, %d runs", s, err, runs)
+			if s, err := ask(first); err != nil || s.LayersDone != 1 || s.Done || runs.Load() != 1 {
+				t.Errorf("asked again: %+v, %v, %d runs", s, err, runs.Load())
 			}
 		}
 		finish <- nil
@@ -64,8 +65,8 @@ func TestPull(t *testing.T) {
 		}
 		time.Sleep(patience + time.Second) // nobody asks
 		synctest.Wait()
-		if ended != 3 || len(p.byID) != 0 {
-			t.Errorf("%d of %d pulls have ended, %d are known", ended, runs, len(p.byID))
+		if ended.Load() != 3 || len(p.byID) != 0 {
+			t.Errorf("%d of %d pulls have ended, %d are known", ended.Load(), runs.Load(), len(p.byID))
 		}
 	})
 }
@@ -74,9 +75,9 @@ func TestPull(t *testing.T) {
 func TestPullBounds(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		running := 0
+		var running atomic.Int64
 		p := New(func(ctx context.Context, _ runnerapi.Pull, _ func(runnerapi.PullState)) (runnerapi.PullState, error) {
-			running++
+			running.Add(1)
 			<-ctx.Done()
 			return runnerapi.PullState{}, ctx.Err()
 		})
@@ -86,8 +87,8 @@ func TestPullBounds(t *testing.T) {
 			}
 		}
 		synctest.Wait()
-		if running != Parallel {
-			t.Errorf("%d run at once", running)
+		if n := running.Load(); n != Parallel {
+			t.Errorf("%d run at once", n)
 		}
 		if _, err := p.Pull(core.NewID[core.OperationID](), runnerapi.Pull{}); core.CodeOf(err) != core.CodeCapacity {
 			t.Errorf("one more: %v", err)
