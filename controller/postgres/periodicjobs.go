@@ -136,9 +136,9 @@ func (q quiet) Enabled(ctx context.Context, l slog.Level) bool {
 func (q quiet) Handle(ctx context.Context, r slog.Record) error {
 	stopped := false
 	r.Attrs(func(a slog.Attr) bool {
-		if err, ok := a.Value.Any().(error); ok && errors.Is(err, context.Canceled) {
-			stopped = true
-		}
+		err, ok := a.Value.Any().(error)
+		// The library gives some errors as texts.
+		stopped = ok && errors.Is(err, context.Canceled) || a.Key == "error" && a.Value.String() == context.Canceled.Error()
 		return !stopped
 	})
 	if stopped {

@@ -124,7 +124,7 @@ var items = []item{
 		{line: `curl -sS -m 60 -H "Authorization: Bearer $KEY" -H 'Content-Type: application/json' -d '{"command":["sh"],"pty":true}' $SERVER/v1/workspaces/$(coppice --json ws show demo | jq -r .id)/exec | grep -c sess_`, says: []string{"1"}},
 	}},
 	{name: "10-interrupts", setup: []string{demo, "coppice ws exec demo -- dd if=/dev/zero of=/srv/big bs=1M count=600 conv=sparse"}, tries: []try{
-		{line: "coppice fork demo -n 2 --name ctl & sleep 0.5; kill -INT $!; wait $!", status: 130, says: []string{"the server goes on", "coppice op"}},
+		{line: "coppice fork demo -n 8 --name ctl & sleep 0.5; kill -INT $!; wait $!", status: 130, says: []string{"the server goes on", "coppice op"}},
 		{line: "coppice op ls --all", says: []string{"fork_workspace"}},
 		{line: "coppice op cancel nope", status: 65, says: []string{"coppice op ls"}},
 		{line: "coppice ws exec demo -- sleep 1000 & sleep 2; kill -INT $!; wait $!", status: 130, says: []string{"press Ctrl-C again"}},

@@ -184,8 +184,10 @@ var heading = regexp.MustCompile(`^[A-Z][A-Z/-]*( {2,}[A-Z][A-Z/-]*)+ *$`)
 // faultsOf are what no output may have: raw texts, a line twice, and tables wider than the terminal.
 func faultsOf(text string) []string {
 	var out []string
-	for _, found := range rawTexts.FindAllString(text, -1) {
-		out = append(out, fmt.Sprintf("the raw text %q", found))
+	for line := range strings.Lines(text) {
+		for _, found := range rawTexts.FindAllString(line, -1) {
+			out = append(out, fmt.Sprintf("the raw text %q in %q", found, line))
+		}
 	}
 	table := false
 	before := ""
