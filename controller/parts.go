@@ -155,14 +155,14 @@ func (c *Controller) makeParts() {
 	c.Collector = storegc.New(storegc.Config{
 		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.Removed, Log: c.log,
 	}, partStore[storegc.Tx]{store, func(tx AllTx) storegc.Tx { return tx }})
+	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
 	c.Transfers = transfer.New(transfer.Config{
-		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.RemoveBelow, Runners: c.runners,
+		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.RemoveBelow, Runners: c.runners, Holder: c.Tree.Holder,
 		Imported: func(bytes int64) {
 			c.metrics.Stored.Add(float64(bytes))
 			c.Events.Hint()
 		},
 	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
-	c.Tree = tree.New(tree.Config{ShowQueued: c.ShowQueued, Runners: c.runners}, partStore[tree.Tx]{store, func(tx AllTx) tree.Tx { return tx }})
 	c.Changer = settings.New(partStore[settings.Tx]{store, func(tx AllTx) settings.Tx { return tx }}, c.deliverRules)
 	c.Prepare = prepare.New(prepare.Config{Authority: c.secrets.Trusted, Log: c.log}, partStore[prepare.Tx]{store, func(tx AllTx) prepare.Tx { return tx }}, c.runners)
 	c.fleet = newFleet(c)

@@ -1,7 +1,6 @@
 package transfer
 
 import (
-	"cmp"
 	"context"
 	"io"
 
@@ -82,32 +81,19 @@ func (t *Transfers) exportStored(ctx context.Context, project core.ProjectID, id
 }
 
 func (t *Transfers) exportFromRunner(ctx context.Context, project core.ProjectID, id core.CheckpointID) (*ExportedFile, error) {
-	type held struct {
-		model.Checkpoint
-		endpoint string
+	cp, endpoint, err := t.cfg.Holder(ctx, project, id)
+	if err == nil && endpoint == "" {
+		err = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "the host of checkpoint %s cannot be reached, and no store has a copy; try again when the host is back", id)
 	}
-	cp, err := inProject(ctx, t.store, project, func(tx Tx) (held, error) {
-		cp, err := tx.Checkpoint(ctx, id)
-		if err != nil {
-			return held{}, err
-		}
-		endpoint, err := tx.BothHolder(ctx, id, id)
-		return held{cp, cmp.Or(endpoint, cp.Endpoint)}, err // a new checkpoint is where it was captured
-	})
-	switch {
-	case err != nil:
+	if err != nil {
 		return nil, err
-	case cp.State != core.CheckpointCaptured && cp.State != core.CheckpointSealed:
-		return nil, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady, "checkpoint %s is %s and cannot be exported", id, cp.State)
-	case cp.endpoint == "":
-		return nil, core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "the host of checkpoint %s cannot be reached, and no store has a copy; try again when the host is back", id)
 	}
-	body, size, err := t.cfg.Runners.ExportCheckpoint(ctx, cp.endpoint, id, runnerapi.ExportCheckpoint{ProjectID: cp.ProjectID, ImageName: cp.Image.Name})
+	body, size, err := t.cfg.Runners.ExportCheckpoint(ctx, endpoint, id, runnerapi.ExportCheckpoint{ProjectID: cp.ProjectID, ImageName: cp.Image.Name})
 	if err != nil {
 		return nil, err
 	}
 	return &ExportedFile{
-		Checkpoint: cp.Checkpoint, Size: size,
+		Checkpoint: cp, Size: size,
 		write: func(_ context.Context, w io.Writer) error {
 			_, err := io.CopyN(w, body, size)
 			return err //nolint:wrapcheck // of a connection

@@ -48,8 +48,6 @@ type Tx interface {
 
 	// Checkpoint does not find pruned checkpoints.
 	Checkpoint(ctx context.Context, id core.CheckpointID) (model.Checkpoint, error)
-	// BothHolder returns the endpoint of a runner with a lease that holds both checkpoints; empty when there is none.
-	BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error)
 	// BeginImport inserts an import and returns the prefix of the keys of its objects.
 	BeginImport(ctx context.Context, project core.ProjectID, id core.CheckpointID, lease time.Duration) (prefix string, err error)
 	// RenewImport extends the lease; ErrImportLost.
@@ -76,6 +74,8 @@ type Config struct {
 	Log   *slog.Logger
 
 	Runners Runners
+	// Holder returns a checkpoint that was captured, and the endpoint of a runner that has it; empty if none can be reached.
+	Holder func(ctx context.Context, project core.ProjectID, id core.CheckpointID) (model.Checkpoint, string, error)
 
 	Imported func(bytes int64)                              // hears of each checkpoint that was imported
 	Remove   func(ctx context.Context, prefix string) error // removes at once what a failed import has stored

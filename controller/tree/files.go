@@ -60,27 +60,26 @@ func (c *Content) Write(ctx context.Context, to io.Writer) error {
 	}
 }
 
-// holder returns the endpoint of a runner that has a checkpoint.
-func (t *Tree) holder(ctx context.Context, project core.ProjectID, id core.CheckpointID) (string, error) {
-	type held struct {
-		model.Checkpoint
-		endpoint string
-	}
-	cp, err := read(ctx, t, project, func(tx Tx) (held, error) {
+// Holder returns a checkpoint and the endpoint of a runner that has it. It fails with CHECKPOINT_NOT_READY if the checkpoint was not captured.
+// The endpoint is empty if no runner that can be reached has the checkpoint.
+func (t *Tree) Holder(ctx context.Context, project core.ProjectID, id core.CheckpointID) (cp model.Checkpoint, endpoint string, err error) {
+	cp, err = read(ctx, t, project, func(tx Tx) (model.Checkpoint, error) {
 		cp, err := tx.Checkpoint(ctx, id)
-		if err != nil {
-			return held{}, err
+		if err == nil {
+			endpoint, err = tx.BothHolder(ctx, id, id)
 		}
-		endpoint, err := tx.BothHolder(ctx, id, id)
-		return held{cp, cmp.Or(endpoint, cp.Endpoint)}, err // a new checkpoint is where it was captured
+		return cp, err
 	})
-	switch {
-	case err != nil:
-		return "", err
-	case cp.State != core.CheckpointCaptured && cp.State != core.CheckpointSealed:
-		return "", core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady, "checkpoint %s is %s and has no files", id, cp.State)
-	case cp.endpoint == "":
-		return "", core.Errorf(core.Invalid, core.CodeUnsupported, "no runner that can be reached has checkpoint %s; fork it, then its files are where the fork is", id)
+	if err == nil && cp.State != core.CheckpointCaptured && cp.State != core.CheckpointSealed {
+		err = core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady, "checkpoint %s is %s, so no runner has its files", id, cp.State)
 	}
-	return cp.endpoint, nil
+	return cp, cmp.Or(endpoint, cp.Endpoint), err // a new checkpoint is where it was captured
+}
+
+func (t *Tree) holder(ctx context.Context, project core.ProjectID, id core.CheckpointID) (string, error) {
+	_, endpoint, err := t.Holder(ctx, project, id)
+	if err == nil && endpoint == "" {
+		err = core.Errorf(core.Invalid, core.CodeUnsupported, "no runner that can be reached has checkpoint %s; fork it, then its files are where the fork is", id)
+	}
+	return endpoint, err
 }

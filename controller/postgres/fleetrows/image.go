@@ -114,7 +114,7 @@ const nameOfImage = `coalesce((SELECT l.name FROM image_locations l WHERE l.imag
 // FindImage steps through the images that have the name or the whole reference, the last recorded first, however many runners hold each. It
 // takes the newest of them that a runner with a lease holds.
 func (t *Tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
-	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
+	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`, or pull it with `coppice image pull`", core.Clip(ref))
 	if ref == unlisted { // in the place of a name it would find the image of any project
 		return controller.Image{}, absent
 	}

@@ -119,7 +119,6 @@ class CoppiceEnvironment(BaseEnvironment):
             image = await self._image(client, force_build)
             launch: Launch = {
                 "labels": {LABEL: self.session_id[:128]}, "ttl": self._ttl, **self._network(self.network_policy),
-                **self._network(self.network_policy),
             }
             self._workspace = await shielded(client.create(image, **launch), lambda ws: ws.terminate())
             await self.ensure_dirs(self._mount_targets(writable_only=True))
